@@ -13,7 +13,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.training.optim import blockwise_lr, blockwise_schedule
-from hessiankit.training.optim.steps import _saved
+from hessiankit.training.optim.steps import _slices
 from hessiankit.training.partition import Part
 
 LR = 3e-3
@@ -146,7 +146,7 @@ def test_an_optimizer_around_the_optimizer_rescales_once():
     train(split, torch.optim.AdamW(split.groups(LR, decayed)), 4)
     assert difference(model, split.values()) <= 1e-12
     gc.collect()
-    assert not any(_saved.values())
+    assert not any(_slices.values())
 
 
 def test_a_schedule_reaches_the_slices():

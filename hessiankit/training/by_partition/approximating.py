@@ -17,5 +17,5 @@ else:
     from hessiankit.curvature import approximating
 
     approximations = translated(
-        __name__, approximating.approximations, "partitions", lambda own: PARTITIONS if own is None else own
+        __name__, approximating.approximations, "partitions", lambda arguments: PARTITIONS if arguments is None else arguments
     )

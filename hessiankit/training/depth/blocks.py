@@ -50,10 +50,10 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
     >>> hidden_state((), {"hidden_states": Tensor([1.0]), "mask": None})
     ('hidden_states', tensor([1.]))
     """
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     if "hidden_states" in kwargs:
-        named.insert(0, ("hidden_states", kwargs["hidden_states"]))
-    return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), ("", None))
+        arguments.insert(0, ("hidden_states", kwargs["hidden_states"]))
+    return next(((key, x) for key, x in arguments if isinstance(x, Tensor) and x.is_floating_point()), ("", None))
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -64,15 +64,15 @@ def first_tensor(output: Any) -> Tensor | None:
 
 @contextmanager
 def hooks(
-    modules: Iterable[nn.Module], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+    modules: Iterable[nn.Module], pre_hook: Callable[..., Any] | None = None, post_hook: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Call ``before(module, args, kwargs)`` and ``after(module, args, kwargs, output)`` around every call of the modules."""
     with ExitStack() as stack:
         for module in modules:
-            if before is not None:
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            if after is not None:
-                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            if pre_hook is not None:
+                stack.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+            if post_hook is not None:
+                stack.callback(module.register_forward_hook(post_hook, with_kwargs=True).remove)
         yield
 
 
@@ -113,15 +113,15 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
         InputError: If there is no such list, there are two beside each other, or the named ones are no chain.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
-    chosen = None if blocks is None else _named(model, blocks)
-    watched = [child for _, m in lists for child in m.children()] if chosen is None else chosen.modules
-    with watching({id(m): m for m in watched}.values()) as calls:
+    blocks_of_user = None if blocks is None else _named(model, blocks)
+    modules = [child for _, m in lists for child in m.children()] if blocks_of_user is None else blocks_of_user.modules
+    with watching({id(m): m for m in modules}.values()) as calls:
         run()
-    if chosen is not None:
-        if (fault := _fault(chosen, calls)) is not None:
-            asked = repr(blocks) if isinstance(blocks, str) else "[...]"
-            raise InputError(f"{WHO}: blocks={asked}: {fault}; name the blocks from first to last")
-        return chosen
+    if blocks_of_user is not None:
+        if (fault := _fault(blocks_of_user, calls)) is not None:
+            argument = repr(blocks) if isinstance(blocks, str) else "[...]"
+            raise InputError(f"{WHO}: blocks={argument}: {fault}; name the blocks from first to last")
+        return blocks_of_user
     chains = [chain for name, m in lists for chain in _chains(name, m, calls)]
     if not chains:
         raise InputError(
@@ -129,14 +129,14 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
             "state that the one before returns; pass blocks=[...], the blocks (or their names) from first to last"
         )
     best = max(chains, key=lambda chain: (_size(chain.modules), -len(chain.name)))
-    inside = {id(m) for block in best.modules for m in block.modules()}
-    for other in chains:
-        within = {id(m) for block in other.modules for m in block.modules()}
-        apart = not any(id(m) in inside for m in other.modules) and not all(id(m) in within for m in best.modules)
-        if apart and _size(other.modules) > NEGLIGIBLE * _size(best.modules):
+    best_ids = {id(m) for block in best.modules for m in block.modules()}
+    for rival in chains:
+        rival_ids = {id(m) for block in rival.modules for m in block.modules()}
+        is_disjoint = not any(id(m) in best_ids for m in rival.modules) and not all(id(m) in rival_ids for m in best.modules)
+        if is_disjoint and _size(rival.modules) > NEGLIGIBLE * _size(best.modules):
             raise InputError(
-                f"{WHO}: {type(model).__name__} has two stacks of blocks, {best.name!r} and {other.name!r}; "
-                f"pass blocks={best.name!r} or blocks={other.name!r}"
+                f"{WHO}: {type(model).__name__} has two stacks of blocks, {best.name!r} and {rival.name!r}; "
+                f"pass blocks={best.name!r} or blocks={rival.name!r}"
             )
     return best
 
@@ -147,34 +147,34 @@ def _named(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:
     if isinstance(blocks, str):
         if blocks not in modules or not isinstance(modules[blocks], (nn.ModuleList, nn.Sequential)):
             raise InputError(f"{WHO}: blocks={blocks!r} is no ModuleList or Sequential of the model; see model.named_modules()")
-        chosen = list(modules[blocks].children())
-        return Blocks(blocks, tuple(names[id(m)] for m in chosen), tuple(chosen))
-    chosen = []
+        members = list(modules[blocks].children())
+        return Blocks(blocks, tuple(names[id(m)] for m in members), tuple(members))
+    members = []
     for block in blocks:
         if isinstance(block, str) and block not in modules:
             raise InputError(f"{WHO}: the model has no module {block!r}, named in blocks=; see model.named_modules()")
-        chosen.append(modules[block] if isinstance(block, str) else block)
-        if id(chosen[-1]) not in names:
+        members.append(modules[block] if isinstance(block, str) else block)
+        if id(members[-1]) not in names:
             raise InputError(f"{WHO}: a {type(block).__name__} in blocks= is no module of the model; pass its modules or names")
-    if not chosen:
+    if not members:
         raise InputError(f"{WHO}: blocks= is empty; pass the blocks from first to last, or None to have them found")
-    return Blocks("blocks", tuple(names[id(m)] for m in chosen), tuple(chosen))
+    return Blocks("blocks", tuple(names[id(m)] for m in members), tuple(members))
 
 
 def _fault(chain: Blocks, calls: Sequence[ModuleCall]) -> str | None:
     """Return why modules are no chain of blocks, or None where they are one."""
-    order, before = -1, None
+    order, output = -1, None
     for k, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):
-        seen = [(at, call.x, call.y) for at, call in enumerate(calls) if call.module is module and call.x is not None]
-        if len(seen) != 1:
-            return f"{name!r} is called {len(seen)} times, expected once, with a hidden state"
-        ((at, x, y),) = seen
+        calls_of_module = [(at, call.x, call.y) for at, call in enumerate(calls) if call.module is module and call.x is not None]
+        if len(calls_of_module) != 1:
+            return f"{name!r} is called {len(calls_of_module)} times, expected once, with a hidden state"
+        ((at, x, y),) = calls_of_module
         if y is None or y.shape != x.shape or x.ndim < 2:
             shape = "no tensor" if y is None else f"shape {tuple(y.shape)}"
             return f"{name!r} maps shape {tuple(x.shape)} to {shape}, expected tokens (..., d) to the same shape"
-        if k and not (at > order and _is_same(x, before)):
+        if k and not (at > order and _is_same(x, output)):
             return f"{name!r} does not take the output of {chain.names[k - 1]!r}"
-        order, before = at, y
+        order, output = at, y
     return None
 
 
@@ -189,9 +189,9 @@ def _chains(name: str, container: nn.Module, calls: Sequence[ModuleCall]) -> lis
         keys, modules = zip(*children, strict=True)
         return Blocks(name, tuple(f"{name}.{key}".lstrip(".") for key in keys), modules)
 
-    whole = chain(container.named_children())
-    if all(_size([m]) for m in whole.modules) and _fault(whole, calls) is None:
-        return [whole]
+    full_chain = chain(container.named_children())
+    if all(_size([m]) for m in full_chain.modules) and _fault(full_chain, calls) is None:
+        return [full_chain]
     runs = [chain(run) for _, run in groupby(container.named_children(), key=lambda child: type(child[1]))]
     runs = [run for run in runs if _size(run.modules[:1]) and _fault(run, calls) is None]
     return sorted(runs, key=lambda run: (len(run), _size(run.modules)))[-1:]
@@ -280,8 +280,10 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
             def after(block: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[ModuleCall] = calls) -> None:
                 x = hidden_state(args, kwargs)[1]
                 assert x is not None
-                own = [call for call in calls if call.y is None or call.y.shape == x.shape]
-                middles.append(_of_placement(block, x, own) if isinstance(block, TransformerBlock) else _residual_sum(x, own))
+                matches = [call for call in calls if call.y is None or call.y.shape == x.shape]
+                middles.append(
+                    _of_placement(block, x, matches) if isinstance(block, TransformerBlock) else _residual_sum(x, matches)
+                )
                 calls.clear()
 
             stack.enter_context(hooks([block], before, after))
@@ -293,8 +295,8 @@ def _residual_sum(x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
     for k, call in enumerate(calls):
         if call.x is None or call.x.shape != x.shape:
             continue
-        rest, allowed = call.x - x, TOLERANCE * torch.finfo(call.x.dtype).eps * float(call.x.abs().max())
-        if any(f.y is not None and float((rest - f.y).abs().max()) <= allowed for f in calls[:k]):
+        difference, tolerance = call.x - x, TOLERANCE * torch.finfo(call.x.dtype).eps * float(call.x.abs().max())
+        if any(f.y is not None and float((difference - f.y).abs().max()) <= tolerance for f in calls[:k]):
             return call.x
     return None
 
@@ -307,5 +309,5 @@ def _of_placement(block: TransformerBlock, x: Tensor, calls: Sequence[ModuleCall
     }
     branches = {name: (lambda _, of=of: next(of)) for name, of in outputs.items()}
     scales = {name: p.detach() for name, p in block.named_parameters(recurse=False)}
-    recorded = SimpleNamespace(factor=block.factor, **branches, **scales)
-    return next((value for name, value in steps(block.own_placement.equation, recorded, x) if name == "Y"), None)
+    namespace = SimpleNamespace(factor=block.factor, **branches, **scales)
+    return next((value for name, value in steps(block.own_placement.equation, namespace, x) if name == "Y"), None)

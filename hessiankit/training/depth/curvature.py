@@ -84,24 +84,24 @@ def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: 
     for number, batch in enumerate(data.batches):
         with recording(blocks, leaves="first") as record:
             data.output(batch)
-        whole = JacobianProducts(record.outputs[-1], record.inputs[0])
+        stack = JacobianProducts(record.outputs[-1], record.inputs[0])
         with recording(blocks, leaves="each") as record:
             data.output(batch)
         branches = [JacobianProducts(y - x, x) for x, y in zip(record.inputs, record.outputs, strict=True)]  # J_l - I
         like, shift = record.inputs[0].detach(), 7919 * number
-        for k, A in enumerate((*branches, whole)):
+        for k, A in enumerate((*branches, stack)):
             tell(number * count + k, len(data.batches) * count)
             spectral[k].append(estimator.largest_singular_value(A.gram, like.reshape(-1), shift))
             lengths = [float(A.forward(z).double().square().sum()) for z in probes(like, draws, estimator.seed + shift)]
             squares[k].append(lengths if draws is not None else [math.fsum(lengths)])
         (v,) = probes(like, 1, estimator.seed + shift)
-        product, expected = v, whole.forward(v)
+        product, reference = v, stack.forward(v)
         for A in branches:
             product = product + A.forward(product)
-        error = max(error, float((product - expected).norm() / expected.norm()))
-    sums = [[math.fsum(column) for column in zip(*of_one, strict=True)] for of_one in squares]
+        error = max(error, float((product - reference).norm() / reference.norm()))
+    sums = [[math.fsum(column) for column in zip(*batch_values, strict=True)] for batch_values in squares]
     *rms, gain = (root(mean_of(values, exact=draws is None), sum(sizes)) for values in sums)
-    *norms, whole_norm = (max(of_one, key=lambda norm: norm.value) for of_one in spectral)
+    *norms, whole_norm = (max(batch_values, key=lambda norm: norm.value) for batch_values in spectral)
     return Jacobians(tuple(norms), tuple(rms), whole_norm, gain, error, sum(sizes), draws)
 
 
@@ -123,7 +123,7 @@ class LayerCurvature(WithDict):
     Attributes:
         kind: ``"hessian"`` or ``"ggn"`` (J^T L'' J, without the model's own curvature).
         top: lambda_max by layer.
-        trace: By layer.
+        trace: Trace by layer.
         method: ``"exact"``: closed forms, the traces exact; ``"autograd"``: two reverse passes a product, the traces exact or
             from random probes.
         draws: Probes of the traces; None where these are exact.
@@ -195,6 +195,6 @@ def layer_curvature(
             numbers.append(of(k))
         return numbers
 
-    (numbers, draws), taken, reason = by_route(method, sum(sizes), SMALL, ("exact", exact), autograd)
+    (numbers, draws), route, reason = by_route(method, sum(sizes), SMALL, ("exact", exact), autograd)
     top, trace = zip(*numbers, strict=True)
-    return LayerCurvature(kind, top, trace, taken, draws, sizes, reason)
+    return LayerCurvature(kind, top, trace, route, draws, sizes, reason)

@@ -53,7 +53,7 @@ class DepthReport(Printed, WithDict):
     Attributes:
         model: Name of the model's class.
         blocks: Names of the blocks, first to last.
-        tokens: Which tokens the stream's numbers are means over: ``"all"`` or ``"last"``.
+        tokens: Tokens that the stream's numbers are means over: ``"all"`` or ``"last"``.
         stream: Variance, second moment, rho, update ratio.
         laws: Growth laws through the variance; None in a stack of one block.
         angles: Angular distances.
@@ -61,7 +61,7 @@ class DepthReport(Printed, WithDict):
         gradient: Norm of the loss's gradient in each block's parameters.
         jacobians: Distance of each block from the identity; the stack's gain.
         hessian: lambda_max and trace of the Hessian in each block's parameters.
-        ggn: The same of its Gauss-Newton part.
+        ggn: lambda_max and trace of its Gauss-Newton part.
         memory: Bytes that each quantity was expected to hold, beside the model.
         seconds: Time taken.
     """
@@ -123,16 +123,16 @@ class DepthReport(Printed, WithDict):
             if panel:
                 quantities.setdefault(panel, {})[line] = [getattr(entry, "value", entry) for entry in entries]
         heading = f"{self.model}, {len(self.blocks)} blocks" + (f", {self.stream.tokens:,} tokens" if self.stream else "")
-        with panels("DepthReport.plot", len(quantities), heading, path) as (figure, every):
-            for axes, (title, lines) in zip(every, quantities.items(), strict=True):
+        with panels("DepthReport.plot", len(quantities), heading, path) as (figure, all_axes):
+            for axes, (title, lines) in zip(all_axes, quantities.items(), strict=True):
                 over_layers(axes, title, lines)
         return figure
 
     def _headline(self) -> str:
         loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""
         accuracy = f", accuracy {self.drop.accuracy:.4g}" if self.drop is not None and self.drop.accuracy is not None else ""
-        counted = f", {self.stream.tokens:,} tokens ({self.tokens})" if self.stream is not None else ""
-        return f"depth of {self.model}: {len(self.blocks)} blocks{counted}{loss}{accuracy}, {self.seconds:.2f} s"
+        token_text = f", {self.stream.tokens:,} tokens ({self.tokens})" if self.stream is not None else ""
+        return f"depth of {self.model}: {len(self.blocks)} blocks{token_text}{loss}{accuracy}, {self.seconds:.2f} s"
 
     def _remarks(self) -> list[str]:
         remarks = [str(part) for part in (self.laws, self.jacobians, self.hessian, self.ggn) if part is not None]
@@ -196,12 +196,12 @@ def depth_diagnostics(
         tokens: Whether the stream's numbers are means over ``"all"`` counted tokens or the ``"last"`` one of each sequence.
             Angles are given for both.
         loss: ``"cross_entropy"`` or ``"mse"``, a mean over all labels, or entries, that count.
-        curvature: How Hessians are multiplied: ``"exact"``, ``"autograd"`` or ``"auto"``; the report says which was used.
+        curvature: Products with Hessians: ``"exact"``, ``"autograd"`` or ``"auto"``; the report says which was used.
         draws: Random probes of Frobenius norms and traces.
         exact_below: States, or parameters of a block, up to which all unit vectors are taken in place of probes.
         tol: Relative tolerance of Lanczos's residuals.
         products: Products of one Lanczos run at most.
-        seed: Of probes and first vectors.
+        seed: Seed of probes and first vectors.
         micro_batch: Sequences treated at once; each batch as it is by default.
         progress: Called with (the quantity and its memory, steps done, steps in all).
 
@@ -221,40 +221,40 @@ def depth_diagnostics(
     ...         return x + self.f(x)
     >>> model = nn.Sequential(Block(), Block(), Block())
     >>> x = torch.tensor([[[1.0, -1.0]]], dtype=torch.float64)
-    >>> found = depth_diagnostics(model, x, what=("variance", "jacobian"))
-    >>> found.stream.variance, found.stream.update_ratio["block"]
+    >>> report = depth_diagnostics(model, x, what=("variance", "jacobian"))
+    >>> report.stream.variance, report.stream.update_ratio["block"]
     ((1.0, 2.25, 5.0625, 11.390625), (0.5, 0.5, 0.5))
-    >>> found.laws.best, [round(s.value, 12) for s in found.jacobians.spectral], found.jacobians.gain.value
+    >>> report.laws.best, [round(s.value, 12) for s in report.jacobians.spectral], report.jacobians.gain.value
     ('exponential', [0.5, 0.5, 0.5], 3.375)
     """
     check_unsharded(WHO, model)
-    chosen = _quantities(what)
+    quantities = _quantities(what)
     check_name(WHO, "tokens", tokens, ("all", "last"))
     check_name(WHO, "curvature", curvature, METHODS)
     estimator = Estimator(draws, exact_below, tol, products, seed)
     start = time.perf_counter()
     with quiet(model):
-        labelled = any(q not in UNLABELLED for q in chosen)
-        batched = read_data(model, data, target, loss, micro_batch=micro_batch, labelled=labelled)
+        needs_labels = any(q not in UNLABELLED for q in quantities)
+        mean_loss = read_data(model, data, target, loss, micro_batch=micro_batch, needs_labels=needs_labels)
         with torch.no_grad():
-            stack = find_blocks(model, lambda: batched.output(batched.batches[0]), blocks)
-        _require_gradients(model, wanted=True)
-        memory = expected_memory(batched, stack, chosen)
+            stack = find_blocks(model, lambda: mean_loss.output(mean_loss.batches[0]), blocks)
+        _require_gradients(model, requires_grad=True)
+        memory = expected_memory(mean_loss, stack, quantities)
 
         def tell(name: str) -> Callable[[int, int], None]:
             return partial(progress or silent, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
 
-        stream, angles = _stream(batched, stack, chosen, tokens, tell)
-        drop = pruning_drop(batched, stack, tell=tell("drop")) if "drop" in chosen else None
+        stream, angles = _stream(mean_loss, stack, quantities, tokens, tell)
+        drop = pruning_drop(mean_loss, stack, tell=tell("drop")) if "drop" in quantities else None
         parameters = stack.parameters(model)
-        _require_gradients(model, wanted=False)  # Jacobians are with respect to states
-        jacobian = jacobians(batched, stack, estimator, tell=tell("jacobian")) if "jacobian" in chosen else None
-        _require_gradients(model, wanted=True)
-        gradient = gradient_norms(batched, parameters) if "gradient" in chosen else None
-        curved = {
-            kind: layer_curvature(batched, parameters, kind, method=curvature, estimator=estimator, tell=tell(kind))
+        _require_gradients(model, requires_grad=False)  # Jacobians are with respect to states
+        jacobian = jacobians(mean_loss, stack, estimator, tell=tell("jacobian")) if "jacobian" in quantities else None
+        _require_gradients(model, requires_grad=True)
+        gradient = gradient_norms(mean_loss, parameters) if "gradient" in quantities else None
+        curvatures = {
+            kind: layer_curvature(mean_loss, parameters, kind, method=curvature, estimator=estimator, tell=tell(kind))
             for kind in KINDS
-            if kind in chosen
+            if kind in quantities
         }
     placements = {b.own_placement.name if isinstance(b, TransformerBlock) else type(b).__name__ for b in stack.modules}
     laws = growth_laws(stream.variance, theory_of(placements)) if stream is not None and len(stack) > 1 else None
@@ -268,24 +268,24 @@ def depth_diagnostics(
         drop=drop,
         gradient=gradient,
         jacobians=jacobian,
-        hessian=curved.get("hessian"),
-        ggn=curved.get("ggn"),
+        hessian=curvatures.get("hessian"),
+        ggn=curvatures.get("ggn"),
         memory=memory,
         seconds=time.perf_counter() - start,
     )
 
 
-def _quantities(what: str | Iterable[str]) -> tuple[str, ...]:
-    chosen = QUANTITIES if what == "all" else (what,) if isinstance(what, str) else tuple(what)
-    for quantity in chosen:
+def _quantities(request: str | Iterable[str]) -> tuple[str, ...]:
+    quantities = QUANTITIES if request == "all" else (request,) if isinstance(request, str) else tuple(request)
+    for quantity in quantities:
         check_name(WHO, "what", quantity, QUANTITIES)
-    if not chosen:
+    if not quantities:
         raise InputError(f"{WHO}: what= asks for nothing; pass some of {', '.join(map(repr, QUANTITIES))}, or 'all'")
-    return tuple(q for q in QUANTITIES if q in chosen)
+    return tuple(q for q in QUANTITIES if q in quantities)
 
 
 def _stream(
-    data: BatchedLoss, blocks: Blocks, chosen: tuple[str, ...], tokens: str, tell: Callable[[str], Callable[[int, int], None]]
+    data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...], tokens: str, tell: Callable[[str], Callable[[int, int], None]]
 ) -> tuple[StreamStatistics | None, AngularDistances | None]:
     """Return statistics and angles of the hidden states, from one forward pass a batch; NaN is refused in any case."""
     sums, angles = StreamSums(), AngleSums(len(blocks))
@@ -296,26 +296,26 @@ def _stream(
             with recording(blocks) as stream, recording_middles(blocks) as middles:
                 data.output(batch)
             check_finite(stream, blocks)
-            counted = counted_tokens(batch, stream.inputs[0])
-            if not bool(counted.any()):
+            mask = counted_tokens(batch, stream.inputs[0])
+            if not bool(mask.any()):
                 raise InputError(f"{WHO}: no token of batch {number} counts, its mask leaves all of them out; keep at least one")
-            last = last_tokens(counted)
-            if "variance" in chosen:
-                sums.add(stream.states, middles, counted if tokens == "all" else last)
-            if "angles" in chosen:
-                angles.add(stream.states, counted, last)
-    return sums.result() if "variance" in chosen else None, angles.result() if "angles" in chosen else None
+            last = last_tokens(mask)
+            if "variance" in quantities:
+                sums.add(stream.states, middles, mask if tokens == "all" else last)
+            if "angles" in quantities:
+                angles.add(stream.states, mask, last)
+    return sums.result() if "variance" in quantities else None, angles.result() if "angles" in quantities else None
 
 
-def _require_gradients(model: nn.Module, *, wanted: bool) -> None:
+def _require_gradients(model: nn.Module, *, requires_grad: bool) -> None:
     for p in model.parameters():
-        p.requires_grad_(wanted and p.is_floating_point())
+        p.requires_grad_(requires_grad and p.is_floating_point())
 
 
-def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
-    """Return the loss on data in the forms of :func:`hessiankit.sharpness`; where ``labelled`` is False, without labels too."""
+def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, needs_labels: bool) -> BatchedLoss:
+    """Return the loss on data in the forms of :func:`hessiankit.sharpness`; labels may be missing unless ``needs_labels``."""
     check_name(WHO, "loss", loss, LOSSES)
-    if target is None and not labelled:
+    if target is None and not needs_labels:
         first = data if isinstance(data, Tensor) else None
         if isinstance(data, Mapping) and data.get("labels") is None:
             first = next((x for x in data.values() if isinstance(x, Tensor) and x.ndim), None)
@@ -341,14 +341,14 @@ def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:
     return torch.ones(shape, dtype=torch.bool, device=state.device)
 
 
-def last_tokens(counted: Tensor) -> Tensor:
+def last_tokens(mask: Tensor) -> Tensor:
     """Return booleans: True at the last counted token of each sequence; tokens are the last axis.
 
     >>> last_tokens(torch.tensor([[True, True, False], [True, True, True]]))
     tensor([[False,  True, False],
             [False, False,  True]])
     """
-    return counted & (counted.flip(-1).cumsum(-1).flip(-1) == 1)
+    return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
 
 
 @contextmanager
@@ -368,16 +368,16 @@ SECOND = 3
 def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes that each quantity holds beside the model, from a run of the largest micro-batch, if they are free."""
     batch = max(data.batches, key=lambda b: len(b.numbers))
-    saved = CountedGraph(data.model, keep=False)
-    with torch.enable_grad(), recording(blocks) as stream, saved:
+    counter = CountedGraph(data.model, keep=False)
+    with torch.enable_grad(), recording(blocks) as stream, counter:
         out = data.output(batch)
     x, parameters = stream.inputs[0], [list(block.parameters()) for block in blocks.modules]
     states = (len(blocks) + 1) * x.numel() * (x.element_size() + 8)
-    logits, graph = out.numel() * out.element_size(), saved.bytes + out.numel() * out.element_size()
+    logits, graph = out.numel() * out.element_size(), counter.bytes + out.numel() * out.element_size()
     largest = max((sum(p.numel() for p in block) for block in parameters), default=0)
     weights = sum(p.numel() * p.element_size() for block in parameters for p in block)
     curvature = SECOND * graph + weights + BASIS * largest * x.element_size()
-    needed = {
+    byte_counts = {
         "variance": states,
         "angles": states,
         "drop": out.numel() * 24,
@@ -387,6 +387,6 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
         "ggn": curvature,
     }
     for name in quantities:
-        what = f"the states and graphs of {name!r}, {len(batch.numbers)} sequences at once,"
-        check_room(WHO, needed[name], what, x.device, "pass a smaller micro_batch=, or leave it out of what=")
-    return {name: needed[name] for name in quantities}
+        description = f"the states and graphs of {name!r}, {len(batch.numbers)} sequences at once,"
+        check_room(WHO, byte_counts[name], description, x.device, "pass a smaller micro_batch=, or leave it out of what=")
+    return {name: byte_counts[name] for name in quantities}

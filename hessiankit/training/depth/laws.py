@@ -30,7 +30,7 @@ LNS = (
     "LayerNorm Scaling, depth-uniform weights: between const * log L (rho = 0) and const * L (rho = 1); "
     "the lower bound L in print is wrong"
 )
-OTHER = "no law is known for this placement"
+NO_LAW = "no law is known for this placement"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GrowthLaws:
     that differ by less than the variance's own irregularity, least of all in few layers.
 
     Attributes:
-        laws: By name.
+        laws: Laws by name.
         exponent: Slope of log(sigma^2(l) - sigma^2(1)) over log(l - 1), l = 2, ..., L+1: 1 for linear growth, 2 for
             quadratic; NaN where the variance falls below its first value.
         theory: Bounds from the recurrence for this placement.
@@ -82,20 +82,20 @@ class GrowthLaws:
     def __str__(self) -> str:
         if self.best == "constant":
             return f"variance by layer: constant to {CONSTANT:g}; no law to fit. Theory: {self.theory}"
-        best, others = self.laws[self.best], [law for name, law in self.laws.items() if name != self.best]
-        rest = ", ".join(f"{law.name} {law.r_squared:.4f}" for law in others)
+        best, rivals = self.laws[self.best], [law for name, law in self.laws.items() if name != self.best]
+        rest = ", ".join(f"{law.name} {law.r_squared:.4f}" for law in rivals)
         return (
             f"variance by layer: {best}; R^2 of the others: {rest} ({SCALE})\nexponent {self.exponent:.2f}. Theory: {self.theory}"
         )
 
 
-def growth_laws(variance: Sequence[float], theory: str = OTHER) -> GrowthLaws:
+def growth_laws(variance: Sequence[float], theory: str = NO_LAW) -> GrowthLaws:
     """Fit the laws to sigma^2(1), sigma^2(2), ...
 
     With two layers every law goes through the points and R^2 is 1; a constant variance has no R^2 (NaN).
 
-    >>> found = growth_laws([1.0, 4.0, 9.0, 16.0])
-    >>> found.best, round(found.laws["quadratic"].b, 9), round(found.laws["quadratic"].r_squared, 9)
+    >>> growth = growth_laws([1.0, 4.0, 9.0, 16.0])
+    >>> growth.best, round(growth.laws["quadratic"].b, 9), round(growth.laws["quadratic"].r_squared, 9)
     ('quadratic', 1.0, 1.0)
     >>> round(growth_laws([3.0, 5.0, 7.0, 9.0]).exponent, 9)
     1.0
@@ -136,10 +136,10 @@ def _exponential(layers: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[f
     return a * math.exp(-b * (layers[-1] if b > 0 else layers[0])), b
 
 
-def _r_squared(y: NDArray[np.float64], fitted: NDArray[np.float64]) -> float:
+def _r_squared(y: NDArray[np.float64], prediction: NDArray[np.float64]) -> float:
     total = float(np.square(y - y.mean()).sum())
     constant = float(np.ptp(y)) <= CONSTANT * float(np.abs(y).max())
-    return math.nan if constant else 1 - float(np.square(y - fitted).sum()) / total
+    return math.nan if constant else 1 - float(np.square(y - prediction).sum()) / total
 
 
 def _exponent(layers: NDArray[np.float64], y: NDArray[np.float64]) -> float:
@@ -152,7 +152,7 @@ def _exponent(layers: NDArray[np.float64], y: NDArray[np.float64]) -> float:
 def theory_of(placements: set[str]) -> str:
     """Return what theory says of a stack whose blocks all have these placements.
 
-    >>> theory_of({"pre"}) == PRE, theory_of({"lns"}) == LNS, theory_of({"pre", "post"}) == OTHER
+    >>> theory_of({"pre"}) == PRE, theory_of({"lns"}) == LNS, theory_of({"pre", "post"}) == NO_LAW
     (True, True, True)
     """
-    return {frozenset({"pre"}): PRE, frozenset({"lns"}): LNS}.get(frozenset(placements), OTHER)
+    return {frozenset({"pre"}): PRE, frozenset({"lns"}): LNS}.get(frozenset(placements), NO_LAW)

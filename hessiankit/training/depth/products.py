@@ -110,8 +110,8 @@ class HessianProducts:
             if k not in jacobians:
                 jacobians.clear()  # one block after the other
                 jacobians[k] = JacobianProducts(out, *self.blocks[k])
-            (curved,) = torch.autograd.grad(slope, z, jacobians[k].forward(*v), retain_graph=True)
-            return jacobians[k].adjoint(curved)
+            (curvature,) = torch.autograd.grad(slope, z, jacobians[k].forward(*v), retain_graph=True)
+            return jacobians[k].adjoint(curvature)
 
         return multiply
 
@@ -129,17 +129,17 @@ def _vjp(
 
 
 def by_route(
-    route: str, size: int, most: int, closed_forms: tuple[str, Callable[[], T]], autograd: Callable[[], T]
+    route: str, size: int, limit: int, closed_forms: tuple[str, Callable[[], T]], autograd: Callable[[], T]
 ) -> tuple[T, str, str]:
     """Return the result by closed forms or autograd, the name of that route, and the reason if nobody asked for it.
 
-    ``route`` is the name of the ``closed_forms``, ``"autograd"`` or ``"auto"``: closed forms up to ``most`` parameters, unless
+    ``route`` is the name of the ``closed_forms``, ``"autograd"`` or ``"auto"``: closed forms up to ``limit`` parameters, unless
     they raise one of the library's errors.
     """
     name, exact = closed_forms
     why = ""
-    if route == "auto" and size > most:
-        why = f"{size:,} parameters, more than {most:,}"
+    if route == "auto" and size > limit:
+        why = f"{size:,} parameters, more than {limit:,}"
     elif route != "autograd":
         try:
             return exact(), name, ""

@@ -37,8 +37,8 @@ class StreamStatistics(WithDict):
     Attributes:
         variance: L + 1 numbers.
         second_moment: L + 1 numbers.
-        rho: By ``"block"``, and ``"attention"`` (x' - x) and ``"feedforward"`` (y - x') where x' is known; L numbers each.
-        update_ratio: The same.
+        rho: Numbers by ``"block"``, and ``"attention"`` (x' - x) and ``"feedforward"`` (y - x') where x' is known; L of each.
+        update_ratio: Ratios by the same names.
         middle_variance: Variance of x'_l, L numbers; None where x' is not known in every block.
         tokens: Tokens averaged over.
     """
@@ -66,12 +66,12 @@ class StreamSums:
         self.tokens += int(keep.sum())
         self.has_middles &= all(x is not None for x in middles)
         xs = [_tokens(x, keep) for x in stream]
-        between = [_tokens(x, keep) for x in middles if x is not None] if self.has_middles else []
+        middle_tokens = [_tokens(x, keep) for x in middles if x is not None] if self.has_middles else []
         rows = {"moments": [_moments(x) for x in xs], "block": [_branch(x, y) for x, y in pairwise(xs)]}
         if self.has_middles:
-            rows["middle"] = [_moments(x) for x in between]
-            rows["attention"] = [_branch(x, y) for x, y in zip(xs[:-1], between, strict=True)]
-            rows["feedforward"] = [_branch(x, y) for x, y in zip(between, xs[1:], strict=True)]
+            rows["middle"] = [_moments(x) for x in middle_tokens]
+            rows["attention"] = [_branch(x, y) for x, y in zip(xs[:-1], middle_tokens, strict=True)]
+            rows["feedforward"] = [_branch(x, y) for x, y in zip(middle_tokens, xs[1:], strict=True)]
         for name, row in rows.items():
             sums = torch.stack(row, 1).cpu().double()
             self.sums[name] = self.sums[name] + sums if name in self.sums else sums
@@ -110,7 +110,7 @@ class AngularDistances(WithDict):
 
     Attributes:
         all: (L+1, L+1) symmetric in float64, entry [i, j] = d(x^{i+1}, x^{j+1}), mean over the counted tokens.
-        last: The same over the last counted token of each sequence.
+        last: Matrix of that form, over the last counted token of each sequence.
     """
 
     all: Tensor
@@ -143,9 +143,9 @@ def angular_distance(x: Tensor, y: Tensor) -> Tensor:
     """
     kinds = [(tuple(z.shape), z.dtype, z.device, z.layout) for z in (x, y)]
     if kinds[0] != kinds[1] or not x.is_floating_point() or x.layout != torch.strided or not x.ndim:
-        seen = " and ".join(f"{tuple(z.shape)} {z.dtype} on {z.device}" for z in (x, y))
+        descriptions = " and ".join(f"{tuple(z.shape)} {z.dtype} on {z.device}" for z in (x, y))
         raise InputError(
-            f"angular_distance: x and y are {seen}; pass two dense real tensors (..., d) of one shape, dtype and device"
+            f"angular_distance: x and y are {descriptions}; pass two dense real tensors (..., d) of one shape, dtype and device"
         )
     u, v = x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
     return 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1)) / math.pi
@@ -161,8 +161,8 @@ class AngleSums:
     def add(self, stream: list[Tensor], keep: Tensor, last: Tensor) -> None:
         """Add the tokens of one batch that ``keep`` (...) counts, and those of them that are the ``last`` of a sequence."""
         states = [_tokens(x, keep) for x in stream]
-        for k, chosen in enumerate((keep, last)):
-            self.tokens[k] += int(chosen.sum())
+        for k, mask in enumerate((keep, last)):
+            self.tokens[k] += int(mask.sum())
         is_last = last[keep]
         for i, x in enumerate(states):
             for j in range(i + 1, len(states)):
@@ -180,8 +180,8 @@ class PruningDrop(WithDict):
     """Loss and accuracy with block l removed, minus those of the whole model (The Curse of Depth, Fig. 2, without a formula).
 
     Attributes:
-        loss: Of the whole model.
-        accuracy: Of the whole model, the share of counted labels with the largest logit; None for squared error.
+        loss: Loss of the whole model.
+        accuracy: Accuracy of the whole model, the share of counted labels with the largest logit; None for squared error.
         loss_change: L numbers; positive where removing the block does damage.
         accuracy_change: L numbers; negative where it does damage. None for squared error.
     """
@@ -203,10 +203,10 @@ def pruning_drop(data: BatchedLoss, blocks: Blocks, *, tell: Callable[[int, int]
     for k, block in enumerate(blocks.modules):
         tell(k, len(blocks))
         with removed(block):
-            less, right = data.evaluate()
-        losses.append(less - loss)
-        if accuracy is not None and right is not None:
-            accuracies.append(right - accuracy)
+            pruned_loss, pruned_accuracy = data.evaluate()
+        losses.append(pruned_loss - loss)
+        if accuracy is not None and pruned_accuracy is not None:
+            accuracies.append(pruned_accuracy - accuracy)
     return PruningDrop(loss, accuracy, tuple(losses), None if accuracy is None else tuple(accuracies))
 
 
@@ -218,7 +218,7 @@ def removed(block: nn.Module) -> Iterator[None]:
         x = hidden_state(args, kwargs)[1]
         return type(output)((x, *output[1:])) if type(output) in (tuple, list) else x
 
-    with hooks([block], after=hook):
+    with hooks([block], post_hook=hook):
         yield
 
 

@@ -32,17 +32,17 @@ def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, optio
         target = None
         if options.shift is None:
             options = replace(options, shift=labels_are_later(ranks, module, data))
-    own = ranks.together(lambda: [] if has_none else read(module, data, target, options))
+    batches = ranks.together(lambda: [] if has_none else read(module, data, target, options))
     ranks.agree(**{"numbers=": "not given" if numbers is None else "given"})
-    held = ranks.gather([number for batch in own for number in batch.numbers])
+    numbers_by_rank = ranks.gather([number for batch in batches for number in batch.numbers])
     if numbers is None:
-        first = sum(map(len, held[: ranks.rank]))
-        return [replace(batch, numbers=tuple(first + number for number in batch.numbers)) for batch in own]
-    claimed = Counter(number for of_rank in held for number in of_rank)
-    twice = next((number for number, times in claimed.items() if times > 1), None)
-    if twice is not None:
-        raise InputError(f"{ranks.who}: two ranks hold a sequence of number {twice}; give each sequence of all data its own")
-    return own
+        first = sum(map(len, numbers_by_rank[: ranks.rank]))
+        return [replace(batch, numbers=tuple(first + number for number in batch.numbers)) for batch in batches]
+    counts = Counter(number for of_rank in numbers_by_rank for number in of_rank)
+    duplicate = next((number for number, times in counts.items() if times > 1), None)
+    if duplicate is not None:
+        raise InputError(f"{ranks.who}: two ranks hold a sequence of number {duplicate}; give each sequence of all data its own")
+    return batches
 
 
 def replicated(ranks: Ranks, model: nn.Module, batches: list[MicroBatch], options: SharpnessOptions) -> Replicates:
@@ -52,16 +52,16 @@ def replicated(ranks: Ranks, model: nn.Module, batches: list[MicroBatch], option
     histograms one number an entry of the model.
     """
     counts = any(options.loss == "mse" or bool((batch.target != IGNORE_INDEX).any()) for batch in batches)
-    own = ranks.together(lambda: replicates_of(model, batches, options) if counts else None)
-    held = [one for one in ranks.gather(own and replace(own, entries={})) if one is not None]
-    if not held:
+    local = ranks.together(lambda: replicates_of(model, batches, options) if counts else None)
+    runs = [one for one in ranks.gather(local and replace(local, entries={})) if one is not None]
+    if not runs:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
-    dtypes = ranks.gather(None if own is None else {name: total.dtype for name, total in own.entries.items()})
+    dtypes = ranks.gather(None if local is None else {name: total.dtype for name, total in local.entries.items()})
     entries = {}
     for name, dtype in next(one for one in dtypes if one is not None).items():
-        none = torch.zeros_like(model.get_parameter(name), dtype=dtype, requires_grad=False)
-        entries[name] = ranks.sum(none if own is None else own.entries[name])
-    return replace(joined(held), entries=entries)
+        zeros = torch.zeros_like(model.get_parameter(name), dtype=dtype, requires_grad=False)
+        entries[name] = ranks.sum(zeros if local is None else local.entries[name])
+    return replace(joined(runs), entries=entries)
 
 
 AGREED = ("loss", "draws", "seed", "per", "kind", "histograms", "shift")
@@ -87,13 +87,13 @@ def sharpness(
     these unions, and ``numbers``.
 
     Args:
-        model: The same model on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
+        model: Model, the same on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
         data: This rank's data, as in :func:`hessiankit.sharpness`; ``[]`` where it has none. Shares may differ in size.
         target: Labels of one batch.
-        confidence: Of the intervals.
+        confidence: Coverage probability of the intervals.
         group: The process group; by default all processes. Without torch.distributed, the only process.
-        **options: Of :func:`hessiankit.sharpness`, the same on every rank but for these: ``micro_batch``, the sequences of this
-            rank in a micro-batch; ``progress``, called on the ranks that pass it; ``numbers``, the numbers of this rank's
+        **options: Options of :func:`hessiankit.sharpness`, the same on every rank but for these: ``micro_batch``, the sequences
+            of this rank in a micro-batch; ``progress``, called on the ranks that pass it; ``numbers``, the numbers of this rank's
             sequences in the whole data, by default rank 0 has the first ones, rank 1 those after them (a ``DistributedSampler``
             without shuffling gives rank r the numbers r, r + size, r + 2 size, ...).
 
@@ -114,21 +114,21 @@ def sharpness(
     check_versions(ranks)
 
     def checked_options() -> SharpnessOptions:
-        own = SharpnessOptions(**options)
-        if own.preconditioner is not None:
+        local = SharpnessOptions(**options)
+        if local.preconditioner is not None:
             raise InputError(f"{WHO}: preconditioner= is read by one process; leave it out over several ranks")
-        return own
+        return local
 
-    own = ranks.together(checked_options)
-    ranks.agree(**{name: getattr(own, name) for name in AGREED}, confidence=confidence)
+    settings = ranks.together(checked_options)
+    ranks.agree(**{name: getattr(settings, name) for name in AGREED}, confidence=confidence)
     module = ranks.together(lambda: unwrapped(WHO, model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
-    cut = local_batches(ranks, module, data, target, own)
+    cut = local_batches(ranks, module, data, target, settings)
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
     if is_sharded(module):
-        return report_of(sharded_replicates(ranks, module, cut, own), confidence=confidence)
+        return report_of(sharded_replicates(ranks, module, cut, settings), confidence=confidence)
     check_same_tensors(ranks, dict(module.named_parameters()), "parameter")
     if ranks.size > 1:
         first = [one.part(slice(0, 1)).on(torch.device("cpu")) for one in cut[:1]]
         check_same_forward(ranks, module, common(ranks, first))
-    return report_of(replicated(ranks, module, cut, own), confidence=confidence)
+    return report_of(replicated(ranks, module, cut, settings), confidence=confidence)

@@ -55,9 +55,9 @@ class DistributedOperator(HessianOperator):
         self, ranks: Ranks, batches_of_rank: list[BatchLoss], linearised: list[LinearisedBatch], kind: str, block_size: int | None
     ) -> None:
         self.ranks = ranks
-        held = linearised or [_Nothing(batches_of_rank[0])]
-        most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
-        super().__init__(batches_of_rank, held, kind, block_size or max(1, WORKSPACE // most), total=partial(_sum, ranks))
+        batches = linearised or [_Nothing(batches_of_rank[0])]
+        largest = max(ranks.gather(max(batch.bytes_per_vector for batch in batches)))
+        super().__init__(batches_of_rank, batches, kind, block_size or max(1, WORKSPACE // largest), total=partial(_sum, ranks))
         self.loss = math.fsum(ranks.gather(float(self.loss)))
         _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
@@ -74,9 +74,9 @@ class DistributedOperator(HessianOperator):
 
 def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the weighted sum over this rank's batches and over the ranks, in double precision until the end."""
-    each = list(terms)
-    local = [term.to(torch.float64).mul(weight) for weight, term in zip(weights, each, strict=True)]
-    return ranks.sum(torch.stack(local).sum(0) if len(local) > 1 else local[0]).to(each[0].dtype)
+    vectors = list(terms)
+    local = [term.to(torch.float64).mul(weight) for weight, term in zip(weights, vectors, strict=True)]
+    return ranks.sum(torch.stack(local).sum(0) if len(local) > 1 else local[0]).to(vectors[0].dtype)
 
 
 class _Nothing(Constant):
@@ -109,13 +109,13 @@ def hessian_operator(
     size: a batch counts by its terms among all ranks' terms. Memory on each rank: as for one process with its share.
 
     Args:
-        model: The same model on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
+        model: Model, the same on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
         data: This rank's inputs, with ``target``, or its batches, as in :func:`hessiankit.hessian_operator`; ``[]`` where it
             has none. ``loss``, ``reduction`` and ``weights``, of this rank's batches, are as there too.
-        params: As there; whole parameters.
+        params: Parameters, as there; whole ones.
         kind: ``"hessian"``, ``"ggn"``, ``"fisher"`` or ``"fisher-empirical"``.
         block_size: Vectors of a block treated at once; by default what all ranks have room for.
-        replica: For a sharded model: the same architecture, built once more and not sharded. The parameters are gathered
+        replica: Second model of a sharded model's architecture, not sharded. The parameters are gathered
             into it, so each rank needs room for the whole model.
         group: The process group; by default all processes. Without torch.distributed, the only process.
 
@@ -141,8 +141,8 @@ def hessian_operator(
         check_name(WHO, "kind", kind, KINDS)
         if kind == "fisher-mc":
             raise InputError(f"{WHO}: kind='fisher-mc' draws labels for the data of one process; pass kind='fisher', its mean")
-        known = weights is not None or reduction == "sum" or read_loss(loss).reduction is not None
-        if ranks.size > 1 and not known:
+        has_weights = weights is not None or reduction == "sum" or read_loss(loss).reduction is not None
+        if ranks.size > 1 and not has_weights:
             raise InputError(
                 f"{WHO}: the weights of the ranks' batches are unknown with {_named(loss)}. Pass weights=[...], how many terms "
                 "the loss of each of this rank's batches is the mean of (or a function of inputs and target), or reduction='sum'"
@@ -150,14 +150,14 @@ def hessian_operator(
 
     ranks.together(check)
     check_versions(ranks)
-    named = loss if isinstance(loss, str) else _named(loss)
-    ranks.agree(loss=named, kind=kind, block_size=block_size, reduction=reduction, weighted=weights is not None)
+    loss_name = loss if isinstance(loss, str) else _named(loss)
+    ranks.agree(loss=loss_name, kind=kind, block_size=block_size, reduction=reduction, weighted=weights is not None)
     module = ranks.together(lambda: unwrapped(WHO, model))
     if is_sharded(module):
         module = filled(ranks, module, replica)
-    chosen = ranks.together(lambda: select(WHO, module, params))
-    check_same_tensors(ranks, chosen, "parameter")
-    check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in chosen}, "constant parameter")
+    parameters = ranks.together(lambda: select(WHO, module, params))
+    check_same_tensors(ranks, parameters, "parameter")
+    check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in parameters}, "constant parameter")
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
 
     def own() -> tuple[list[BatchLoss], list[LinearisedBatch]]:
@@ -165,21 +165,21 @@ def hessian_operator(
         pairs, counts = _counting(module, data, target, loss, weights)
         if not pairs:
             state = ModuleState(module, read.function)
-            return [BatchLoss(module, dict(chosen), state, read, (), {}, count=0.0)], []
-        several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
+            return [BatchLoss(module, dict(parameters), state, read, (), {}, count=0.0)], []
+        batches = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
         return linearise_all(
-            read_request(module, several, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
+            read_request(module, batches, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
         )
 
     batches_of_rank, linearisations = ranks.together(own)
     _check_same_function(ranks, batches_of_rank[0], bool(linearisations))
-    held = ranks.gather(
+    shares = ranks.gather(
         ([batch.count for batch in batches_of_rank], any(not isinstance(batch, Constant) for batch in linearisations))
     )
-    terms = math.fsum(count for its, _ in held for count in its)
+    terms = math.fsum(count for counts, _ in shares for count in counts)
     if not terms:
         raise InputError(f"{WHO}: no rank holds a batch that counts; pass data on one of them at least")
-    if not any(moves for _, moves in held):
+    if not any(moves for _, moves in shares):
         raise InputError(f"{WHO}: none of the parameters has an effect on the loss; the module does not use them")
     total = 1.0 if (reduction or read_loss(loss).reduction) == "sum" else terms
     batches_of_rank = [replace(batch, share=batch.count / total) for batch in batches_of_rank]
@@ -191,20 +191,20 @@ def _check_same_function(ranks: Ranks, batch: BatchLoss, has_data: bool) -> None
     if ranks.size == 1:
         return
     data = map_tensors(lambda x: x.detach().cpu(), (batch.args, batch.kwargs, batch.target, batch.loss.reads))
-    sent = common(ranks, [data] if has_data else [])
-    if sent is None:
+    shared_data = common(ranks, [data] if has_data else [])
+    if shared_data is None:
         return
-    *data, reads = map_tensors(lambda x: x.to(batch.device), sent)
-    same = replace(batch, args=data[0], kwargs=data[1], target=data[2], loss=replace(batch.loss, reads=reads), reference=None)
+    *data, reads = map_tensors(lambda x: x.to(batch.device), shared_data)
+    sample = replace(batch, args=data[0], kwargs=data[1], target=data[2], loss=replace(batch.loss, reads=reads), reference=None)
 
-    def run(watched: AbstractContextManager[Any]) -> None:
-        with same.at(), watched:
-            result = same.result()
+    def run(recorder: AbstractContextManager[Any]) -> None:
+        with sample.at(), recorder:
+            result = sample.result()
             if not batch.loss.name:
-                same.loss.value(result, same.target)
+                sample.loss.value(result, sample.target)
 
-    own = [(name, x) for name, *both in batch.state.tensors() for x in both]
-    check_same_function(ranks, run, [*own, *named_tensors(data)])
+    tensors = [(name, x) for name, *values in batch.state.tensors() for x in values]
+    check_same_function(ranks, run, [*tensors, *named_tensors(data)])
 
 
 def _counting(
@@ -220,8 +220,8 @@ def _counting(
     factors = [weights(*pair) for pair in pairs] if callable(weights) else list(islice(weights, len(pairs) + 1))
     if len(factors) != len(pairs):
         raise InputError(f"{WHO}: weights has {len(factors)} numbers for {len(pairs)} batches; pass one for each")
-    counted = [(pair, float(weight)) for pair, weight in zip(pairs, factors, strict=True) if weight != 0]
-    return [pair for pair, _ in counted], [weight for _, weight in counted]
+    weighted_pairs = [(pair, float(weight)) for pair, weight in zip(pairs, factors, strict=True) if weight != 0]
+    return [pair for pair, _ in weighted_pairs], [weight for _, weight in weighted_pairs]
 
 
 def _named(loss: LossArgument) -> str:
@@ -242,14 +242,14 @@ def top_eigenvalues(
     By the Lanczos iteration of :func:`hessiankit.spectrum`, on rank 0. Memory there: about 2 k + 20 vectors.
 
     Args:
-        operator: Of :func:`hessiankit.training.distributed.hessian_operator`, on every rank of it; or of
+        operator: Operator of :func:`hessiankit.training.distributed.hessian_operator`, on every rank of it; or of
             :func:`hessiankit.hessian_operator`.
-        k: How many; fewer than there are parameters.
+        k: Number of eigenvalues; fewer than there are parameters.
         which: ``"LA"``, the largest, in descending order; ``"SA"``, the smallest, in ascending order; ``"LM"``, those of largest
             absolute value, by that.
-        tol: Of the residuals, relative to the largest absolute value; by default 1e-12 in float64 and 1e-4 in other types.
+        tol: Bound of the residuals, relative to the largest absolute value; by default 1e-12 in float64, 1e-4 in other types.
         max_products: Products with the operator at most.
-        seed: Of the first vector.
+        seed: Seed of the first vector.
 
     Raises:
         InputError: If an argument cannot be used, or the iteration does not converge.
@@ -263,7 +263,7 @@ def top_eigenvalues(
     >>> round(float(top_eigenvalues(hk.hessian_operator(layer, x, torch.zeros_like(x[:, :1]))).values), 9)
     4.0
     """
-    ranks = Ranks(LANCZOS, operator.ranks.group) if isinstance(operator, DistributedOperator) else Ranks(LANCZOS, alone=True)
+    ranks = Ranks(LANCZOS, operator.ranks.group) if isinstance(operator, DistributedOperator) else Ranks(LANCZOS, is_single=True)
     size, dtype = operator.shape[0], operator.torch_dtype
 
     def check() -> None:

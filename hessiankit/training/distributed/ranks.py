@@ -40,12 +40,12 @@ class RankError(HessiankitError, RuntimeError):
 class Ranks:
     """The ranks of a process group (None: all processes) in one call of the function ``who``, the prefix of every message.
 
-    Without torch.distributed, or ``alone``, this process is rank 0 of 1.
+    Without torch.distributed, or ``is_single``, this process is rank 0 of 1.
     """
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None = None, *, is_single: bool = False) -> None:
         self.who, self.group = who, group
-        active = not alone and dist.is_available() and dist.is_initialized()
+        active = not is_single and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if active else 0
         self.size = dist.get_world_size(group) if active else 1
         if self.rank < 0:
@@ -64,18 +64,18 @@ class Ranks:
         """Return the value of rank 0."""
         if self.size == 1:
             return value
-        held = [value]
+        values = [value]
         with self.exchange():
-            dist.broadcast_object_list(held, group=self.group, group_src=0)
-        return held[0]
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum over the ranks, to every rank the same bits, in the tensor's dtype; ``value`` is overwritten."""
         if self.size == 1:
             return value
         value = value.contiguous()  # the same memory layout on every rank
-        reached = value.device.type in str(dist.get_backend_config(self.group))
-        place = value if reached else value.to(_device(self.group))
+        is_supported = value.device.type in str(dist.get_backend_config(self.group))
+        place = value if is_supported else value.to(_device(self.group))
         with self.exchange():
             dist.all_reduce(place, group=self.group)
         return place.to(value.device)
@@ -94,32 +94,32 @@ class Ranks:
             InputError: Or another of the library's errors, as the first rank that failed raised it.
             RankError: If that rank failed with anything else.
         """
-        result, own = None, None
+        result, fault = None, None
         try:
             result = work()
         except RankError:
             raise
         except Exception as error:  # of any kind: the other ranks raise it too
-            own = error
-        text = named(self.who, " ".join(str(own).split())).removeprefix(f"{self.who}: ")
-        said = (type(own), text) if isinstance(own, HessiankitError) else (RankError, f"{type(own).__name__}: {text}")
-        held = self.gather(None if own is None else said)
-        failed = [rank for rank, line in enumerate(held) if line is not None]
-        if failed:
-            kind, text = held[failed[0]]
-            everywhere = len(failed) == self.size and len(set(held)) == 1
-            on = "" if everywhere or self.size == 1 else f"on rank {failed[0]} of {self.size}: "
-            raise kind(f"{self.who}: {on}{text}") from own
+            fault = error
+        text = named(self.who, " ".join(str(fault).split())).removeprefix(f"{self.who}: ")
+        report = (type(fault), text) if isinstance(fault, HessiankitError) else (RankError, f"{type(fault).__name__}: {text}")
+        reports = self.gather(None if fault is None else report)
+        failures = [rank for rank, line in enumerate(reports) if line is not None]
+        if failures:
+            kind, text = reports[failures[0]]
+            everywhere = len(failures) == self.size and len(set(reports)) == 1
+            prefix = "" if everywhere or self.size == 1 else f"on rank {failures[0]} of {self.size}: "
+            raise kind(f"{self.who}: {prefix}{text}") from fault
         return result  # type: ignore[return-value]
 
     def agree(self, remedy: str = "make the same call everywhere, only with the rank's own data", /, **options: Any) -> None:
         """Raise an error on every rank unless all of them passed the same options, which are compared as they print."""
-        held = self.gather({name: repr(value) for name, value in options.items()})
-        for name in held[0]:  # rank 0's, so that every rank says the same
-            for rank, other in enumerate(held):
-                if other.get(name) != held[0].get(name):
+        entries = self.gather({name: repr(value) for name, value in options.items()})
+        for name in entries[0]:  # rank 0's, so that every rank says the same
+            for rank, entry in enumerate(entries):
+                if entry.get(name) != entries[0].get(name):
                     raise InputError(
-                        f"{self.who}: {name} is {held[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}; expected "
+                        f"{self.who}: {name} is {entries[0].get(name)} on rank 0 and {entry.get(name)} on rank {rank}; expected "
                         f"the same on every rank: {remedy}"
                     )
 
@@ -130,13 +130,13 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            said = None if isinstance(error, RankError) else _communication(error) or _communication(error.__cause__)
-            if said is None:
+            message = None if isinstance(error, RankError) else _communication(error) or _communication(error.__cause__)
+            if message is None:
                 raise
-            after = f"{time.monotonic() - began:.1f} s"
+            duration = f"{time.monotonic() - began:.1f} s"
             raise RankError(
-                f"{self.who}: rank {self.rank} of {self.size} lost the others after {after}: one was killed, is stuck, or raised "
-                f"an error of its own; read the logs of all ranks, and start all again (torch: {said})"
+                f"{self.who}: rank {self.rank} of {self.size} lost the others after {duration}: one was killed, is stuck, or "
+                f"raised an error of its own; read the logs of all ranks, and start all again (torch: {message})"
             ) from error
 
 
@@ -144,9 +144,9 @@ def _communication(error: BaseException | None) -> str | None:
     """Return torch's message of a failed exchange; None for any other error."""
     if not isinstance(error, RuntimeError):
         return None
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, dist.DistError) or any(word in said for word in _CONNECTION):
-        return said.split("] ", 1)[-1].split(". This is")[0]
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, dist.DistError) or any(word in message for word in _CONNECTION):
+        return message.split("] ", 1)[-1].split(". This is")[0]
     return None
 
 
@@ -163,14 +163,14 @@ def check_versions(ranks: Ranks) -> None:
     ranks.agree(**{"the version of hessiankit": __version__, "of torch": torch.__version__, "of Python": python})
 
 
-def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Raise an error on every rank unless all of them hold the same tensors, bit by bit; ``what`` names them, as in
+def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], noun: str) -> None:
+    """Raise an error on every rank unless all of them hold the same tensors, bit by bit; ``noun`` names them, as in
     ``"parameter"``.
     """
     if ranks.size > 1:
-        counted = {f"the number of {what}s": len(tensors)}
-        own = {f"the {what} {name!r}": described(x) for name, x in tensors.items()}
-        ranks.agree("load one checkpoint everywhere, or broadcast the state from rank 0", **counted, **own)
+        count = {f"the number of {noun}s": len(tensors)}
+        descriptions = {f"the {noun} {name!r}": described(x) for name, x in tensors.items()}
+        ranks.agree("load one checkpoint everywhere, or broadcast the state from rank 0", **count, **descriptions)
 
 
 def described(x: Tensor) -> str:
@@ -182,27 +182,27 @@ def described(x: Tensor) -> str:
     return f"{tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, digest {digest(x)[:16]}"
 
 
-def common(ranks: Ranks, own: Iterable[R]) -> R | None:
+def common(ranks: Ranks, items: Iterable[R]) -> R | None:
     """Return the first thing that the first rank with any holds, to every rank; None where there is nothing."""
-    first = next(iter(own), None)
-    held = ranks.gather(first is not None)
-    if not any(held):
+    first = next(iter(items), None)
+    has_items = ranks.gather(first is not None)
+    if not any(has_items):
         return None
-    source = held.index(True)
+    source = has_items.index(True)
     value: R = ranks.gather(first if ranks.rank == source else None)[source]
     return value
 
 
 def check_same_function(
-    ranks: Ranks, run: Callable[[AbstractContextManager[Any]], Any], named: Iterable[tuple[str, Tensor]], *, sharded: bool = False
+    ranks: Ranks, run: Callable[[AbstractContextManager[Any]], Any], pairs: Iterable[tuple[str, Tensor]], *, sharded: bool = False
 ) -> None:
     """Raise an error on every rank unless the same operations with the same numbers run on all of them.
 
     ``run`` calls the module with the data of :func:`common`, within the context manager that it is passed. Tensors that are
-    known to be equal are ``named``: data, parameters, buffers. Of a ``sharded`` model operations on
+    known to be equal are ``pairs``: data, parameters, buffers. Of a ``sharded`` model operations on
     parameters alone are left out.
     """
-    calls = _Calls(named, data_only=sharded)
+    calls = _Calls(pairs, is_data_only=sharded)
     with torch.compiler.set_stance("force_eager"):  # compiled code shows no operations
         if sharded:
             with ranks.exchange():
@@ -211,13 +211,14 @@ def check_same_function(
             ranks.together(lambda: run(calls))
     if len(set(ranks.gather(digest(calls.lines)))) == 1:
         return
-    first, *others = ranks.gather(calls.lines)
-    for rank, lines in enumerate(others, 1):
-        for at, (mine, its) in enumerate(zip_longest(first, lines, fillvalue="nothing more")):
-            if mine != its:
+    first, *rest = ranks.gather(calls.lines)
+    for rank, lines in enumerate(rest, 1):
+        for at, (first_line, line) in enumerate(zip_longest(first, lines, fillvalue="nothing more")):
+            if first_line != line:
                 raise InputError(
-                    f"{ranks.who}: the same data take operation {at} as {mine} on rank 0 and {its} on rank {rank}; expected the "
-                    "same module on every rank, with the same attributes (an eps, a flag, a number in forward or in the loss)"
+                    f"{ranks.who}: the same data take operation {at} as {first_line} on rank 0 and {line} on rank {rank}; "
+                    "expected the same module on every rank, with the same attributes (an eps, a flag, a number in forward or in "
+                    "the loss)"
                 )
 
 
@@ -227,12 +228,12 @@ def check_same_forward(ranks: Ranks, model: nn.Module, one: MicroBatch | None, *
         return
     one = one.on(next(model.parameters()).device)
 
-    def run(watched: AbstractContextManager[Any]) -> None:
-        with evaluating(model), torch.no_grad(), watched:
+    def run(recorder: AbstractContextManager[Any]) -> None:
+        with evaluating(model), torch.no_grad(), recorder:
             forward(model, one)
 
-    own = [] if sharded else [*model.named_parameters(), *model.named_buffers()]
-    check_same_function(ranks, run, [*own, *named_tensors(one.inputs)], sharded=sharded)
+    state = [] if sharded else [*model.named_parameters(), *model.named_buffers()]
+    check_same_function(ranks, run, [*state, *named_tensors(one.inputs)], sharded=sharded)
 
 
 _PLAIN = (int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
@@ -243,12 +244,12 @@ class _Calls(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], *, data_only: bool) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], *, is_data_only: bool) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self._data_only = data_only
+        self._is_data_only = is_data_only
         self._names: dict[int, tuple[str, Any]] = {}  # with the memory itself, so that its address is not used again
-        for name, x in named:
+        for name, x in tensors:
             self._name(x, repr(name))
 
     def _name(self, x: Tensor, name: str) -> None:
@@ -257,8 +258,8 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        is_listed = not self._data_only or any(_address(x) in self._names for x in inputs)
-        line = f"{func}{self._said((*args, *(kwargs or {}).items()))}" if is_listed else ""
+        is_listed = not self._is_data_only or any(_address(x) in self._names for x in inputs)
+        line = f"{func}{self._text((*args, *(kwargs or {}).items()))}" if is_listed else ""
         out = func(*args, **(kwargs or {}))
         if is_listed:
             for x in tree_leaves(out):
@@ -267,15 +268,15 @@ class _Calls(TorchDispatchMode):
             self.lines.append(line)
         return out
 
-    def _said(self, x: Any) -> str:
+    def _text(self, x: Any) -> str:
         if isinstance(x, Tensor):
             shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-            if (known := self._names.get(_address(x))) is not None:
-                return f"{known[0]} {shape}"
-            dense = x.layout is torch.strided and not self._data_only
+            if (entry := self._names.get(_address(x))) is not None:
+                return f"{entry[0]} {shape}"
+            dense = x.layout is torch.strided and not self._is_data_only
             return f"a constant {shape}" + (f" of digest {digest(x)[:16]}" if dense else "")
         if isinstance(x, (list, tuple)):
-            return f"({', '.join(map(self._said, x))})"
+            return f"({', '.join(map(self._text, x))})"
         return str(x) if isinstance(x, _PLAIN) else type(x).__name__  # a device, a generator, a function may be a rank's own
 
 

@@ -71,45 +71,45 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
             )
         if is_sharded(replica):
             raise InputError(f"{ranks.who}: replica is sharded too; build it without fully_shard")
-        sharded, own = _shapes(model), _shapes(replica)
-        different = next((name for name in {**sharded, **own} if sharded.get(name) != own.get(name)), None)
-        if different is not None:
+        shapes, copy = _shapes(model), _shapes(replica)
+        difference = next((name for name in {**shapes, **copy} if shapes.get(name) != copy.get(name)), None)
+        if difference is not None:
             raise InputError(
-                f"{ranks.who}: {different!r} is {own.get(different, 'missing')} in replica and "
-                f"{sharded.get(different, 'missing')} in the model; expected the same architecture and dtype"
+                f"{ranks.who}: {difference!r} is {copy.get(difference, 'missing')} in replica and "
+                f"{shapes.get(difference, 'missing')} in the model; expected the same architecture and dtype"
             )
         return replica
 
-    whole = ranks.together(check)
-    targets = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    target = ranks.together(check)
+    targets = {**dict(target.named_parameters()), **dict(target.named_buffers())}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         targets[name].copy_(ranks.whole(value))
-    for copy, original in zip(whole.modules(), model.modules(), strict=True):
+    for copy, original in zip(target.modules(), model.modules(), strict=True):
         copy.training = original.training
-    return whole
+    return target
 
 
 def _shapes(model: nn.Module) -> dict[str, str]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: f"{tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}" for name, x in named}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: f"{tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}" for name, x in tensors}
 
 
 def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions) -> Replicates:
     """Return the replicates of the ranks' joint micro-batches, to every rank; their entries are gathered when they are read."""
     began = time.perf_counter()
     draws = options.label_draws
-    measured = ranks.together(lambda: measured_parts(model, options.parts))
-    named = {f"part {k}": (part.name, part.type, part.layer) for k, part in enumerate(measured.parts)}
-    ranks.agree(**{"the number of parts": len(named)}, **named)
-    ranks.together(lambda: _check_sharding(ranks, model, measured))
+    parts = ranks.together(lambda: measured_parts(model, options.parts))
+    descriptions = {f"part {k}": (part.name, part.type, part.layer) for k, part in enumerate(parts.parts)}
+    ranks.agree(**{"the number of parts": len(descriptions)}, **descriptions)
+    ranks.together(lambda: _check_sharding(ranks, model, parts))
     steps, spare = _steps(ranks, batches)
 
     def draw(batch: MicroBatch, output: Tensor) -> Drawn | None:
         check_devices(ranks.who, batch, model)
         return drawn_for(output, batch, options)
 
-    with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, measured.parts) as seen, torch.enable_grad():
-        sums = SquaredGradients(measured, options, ranks.whole)
+    with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, parts.parts) as lookups, torch.enable_grad():
+        sums = SquaredGradients(parts, options, ranks.whole)
         spare = spare.on(next(model.parameters()).device)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
             probe(model, [spare], backward=False, copies=0)
@@ -118,23 +118,23 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
             batch = batches[k] if k < len(batches) else None
             with ranks.exchange():
                 output = forward(model, batch or spare)
-            drawn = ranks.together(partial(draw, batch, output) if batch is not None else lambda: None)
-            held = ranks.gather((drawn.terms, drawn.sequences, drawn.unlikely) if drawn else (0, 0, 0.0))
-            terms, sequences, unlikely = (sum(column) for column in zip(*held, strict=True))
+            sample = ranks.together(partial(draw, batch, output) if batch is not None else lambda: None)
+            counts = ranks.gather((sample.terms, sample.sequences, sample.unlikely) if sample else (0, 0, 0.0))
+            terms, sequences, unlikely = (sum(column) for column in zip(*counts, strict=True))
             if not terms:
                 continue
-            scale = ranks.size * math.sqrt(drawn.terms / terms) if drawn else 0.0
+            scale = ranks.size * math.sqrt(sample.terms / terms) if sample else 0.0
             sums.begin(terms, sequences, unlikely)
-            for d, gradient in enumerate(drawn.gradients if drawn else repeat(torch.zeros_like(output), draws)):
+            for d, gradient in enumerate(sample.gradients if sample else repeat(torch.zeros_like(output), draws)):
                 clear()
                 with ranks.exchange():
                     output.backward(gradient * scale, retain_graph=d + 1 < draws)
-                sums.add(d, _gradients(ranks, measured), seen)
+                sums.add(d, _gradients(ranks, parts), lookups)
                 options.tell(k, d, steps)
     if not sums.values:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
-    looked_up = {name: ranks.sum(mask.cpu().double()) > 0 for name, mask in seen.items()}
-    replicates = sums.replicates(looked_up, began)
+    row_masks = {name: ranks.sum(mask.cpu().double()) > 0 for name, mask in lookups.items()}
+    replicates = sums.replicates(row_masks, began)
     return replace(replicates, entries=_Gathered(ranks, sums.entries), seconds=max(ranks.gather(replicates.seconds)))
 
 
@@ -154,13 +154,13 @@ class _Gathered(Mapping[str, Tensor]):
         return len(self.shards)
 
 
-def _gradients(ranks: Ranks, measured: MeasuredParts) -> dict[str, Tensor]:
+def _gradients(ranks: Ranks, selection: MeasuredParts) -> dict[str, Tensor]:
     """Return the gradients of the backward pass before, of the mean over all ranks."""
     gradients = {}
-    for name, p in measured.parameters.items():
+    for name, p in selection.parameters.items():
         if not isinstance(p, DTensor):  # FSDP2 does not reduce what it does not shard
-            own = torch.zeros_like(p) if p.grad is None else p.grad
-            gradients[name] = ranks.sum(own.detach().clone()) / ranks.size
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients[name] = ranks.sum(gradient.detach().clone()) / ranks.size
         elif p.grad is not None:
             gradients[name] = p.grad
     return gradients
@@ -180,9 +180,9 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
     """
 
     def first() -> list[Any]:
-        own = (dict(inputs) for inputs, target in pairs if target is None and isinstance(inputs, Mapping))
-        labelled = (x for x in own if isinstance(x.get("labels"), Tensor) and x["labels"].ndim > 1)
-        rows = ((x, with_a_label(x["labels"])[:1]) for x in labelled)
+        mappings = (dict(inputs) for inputs, target in pairs if target is None and isinstance(inputs, Mapping))
+        examples = (x for x in mappings if isinstance(x.get("labels"), Tensor) and x["labels"].ndim > 1)
+        rows = ((x, with_a_label(x["labels"])[:1]) for x in examples)
         return [samples(x, row, len(x["labels"])) for x, row in islice((pair for pair in rows if len(pair[1])), 1)]
 
     one = common(ranks, map_tensors(torch.Tensor.cpu, ranks.together(first)))
@@ -196,25 +196,25 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
     return comparison != "here"
 
 
-def _check_sharding(ranks: Ranks, model: nn.Module, measured: MeasuredParts) -> None:
+def _check_sharding(ranks: Ranks, model: nn.Module, selection: MeasuredParts) -> None:
     """Refuse layouts, and settings of FSDP2, with which a backward pass does not average over the ranks."""
-    for name, p in measured.parameters.items():
+    for name, p in selection.parameters.items():
         if not isinstance(p, DTensor):
             continue
         kinds = [type(placement) for placement in p.placements]
         if not set(kinds) <= {Shard, Replicate} or kinds.count(Shard) != 1 or p.device_mesh.size() != ranks.size:
-            over = f"{p.device_mesh.size()} of {ranks.size} ranks"
+            coverage = f"{p.device_mesh.size()} of {ranks.size} ranks"
             raise InputError(
-                f"{ranks.who}: {name!r} is laid out as {p.placements} over {over}; expected fully_shard over all "
+                f"{ranks.who}: {name!r} is laid out as {p.placements} over {coverage}; expected fully_shard over all "
                 "ranks of the group, with or without replicas; tensor, pipeline and expert parallelism are not supported"
             )
     for name, module in model.named_modules():
         groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()) if isinstance(module, FSDPModule) else ()
         for group in groups:
             if not group.reduce_grads or group.gradient_divide_factor is not None:
-                what = "set_gradient_divide_factor" if group.reduce_grads else "set_requires_gradient_sync(False)"
+                setting = "set_gradient_divide_factor" if group.reduce_grads else "set_requires_gradient_sync(False)"
                 raise InputError(
-                    f"{ranks.who}: {what} is in force on {name or 'the model'!r}, so a backward pass does not average the "
+                    f"{ranks.who}: {setting} is in force on {name or 'the model'!r}, so a backward pass does not average the "
                     "gradients over the ranks; call sharpness on a model as fully_shard leaves it"
                 )
 
@@ -225,10 +225,10 @@ def gradients_aside(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     ``model.zero_grad()`` would not: after a forward pass the outermost module's parameters are the gathered ones.
     """
-    before = [(p, p.grad) for p in model.parameters()]
+    gradients = [(p, p.grad) for p in model.parameters()]
 
     def clear() -> None:
-        for p, _ in before:
+        for p, _ in gradients:
             p.grad = None
 
     try:
@@ -236,5 +236,5 @@ def gradients_aside(model: nn.Module) -> Iterator[Callable[[], None]]:
         yield clear
     finally:
         reshard(model)
-        for p, gradient in before:
+        for p, gradient in gradients:
             p.grad = gradient

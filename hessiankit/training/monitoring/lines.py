@@ -33,19 +33,19 @@ class Lines:
     def __init__(self, path: Path | str, header: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.last: int | None = None
-        self._waiting = b""
-        own = to_line({KEY: FORMAT, **header}).encode()
+        self._pending = b""
+        header_line = to_line({KEY: FORMAT, **header}).encode()
         try:
-            there = self.path.read_bytes() if self.path.exists() else b""
-            if not own.startswith(there):
-                seen, records = read_lines(self.path)
-                _check(self.path, seen, json.loads(to_line(header)))
+            content = self.path.read_bytes() if self.path.exists() else b""
+            if not header_line.startswith(content):
+                old_header, records = read_lines(self.path)
+                _check(self.path, old_header, json.loads(to_line(header)))
                 self.last = max((one["step"] for one in records), default=None)
-                os.truncate(self.path, there.rfind(b"\n") + 1)  # without a last line that a kill has torn
-            elif there != own:  # no file, or the beginning of a header
-                if there:
+                os.truncate(self.path, content.rfind(b"\n") + 1)  # without a last line that a kill has torn
+            elif content != header_line:  # no file, or the beginning of a header
+                if content:
                     os.truncate(self.path, 0)
-                append_lines(self.path, own)
+                append_lines(self.path, header_line)
             self._size = self.path.stat().st_size
         except OSError as error:
             raise InputError(
@@ -60,32 +60,32 @@ class Lines:
                 wrote to the file, or the record is not JSON.
         """
         try:
-            self._waiting += to_line(record).encode()
+            self._pending += to_line(record).encode()
         except TypeError as error:
             raise InputError(
                 f"{WHO}: the measurement at step {record['step']} cannot be written: {error}; pass numbers"
             ) from error
         self.last = max(self.last or 0, record["step"])
-        kept = "the measurement is kept and written with the next one"
+        retry = "the measurement is kept and written with the next one"
         try:
             if self.path.stat().st_size != self._size:
                 raise InputError(
                     f"{WHO}: {self.path} is not as this monitor left it: another process, or another monitor, writes to it. "
-                    f"Give each run its own file; {kept}"
+                    f"Give each run its own file; {retry}"
                 )
-            append_lines(self.path, self._waiting)
+            append_lines(self.path, self._pending)
         except OSError as error:
             remedy = "make room" if self.path.exists() else "put the file back"
             raise InputError(
-                f"{WHO}: cannot write to {self.path}: {error.strerror}. All earlier measurements are safe; {remedy}: {kept}"
+                f"{WHO}: cannot write to {self.path}: {error.strerror}. All earlier measurements are safe; {remedy}: {retry}"
             ) from error
-        self._size += len(self._waiting)
-        self._waiting = b""
+        self._size += len(self._pending)
+        self._pending = b""
 
     def rewind(self, step: int) -> None:
         """Mark, with the next line, that the run resumes at a step: readers drop its measurements at and after that step."""
         if self.last is not None and self.last >= step:
-            self._waiting += to_line({"rewind": step}).encode()
+            self._pending += to_line({"rewind": step}).encode()
             self.last = step - 1 if step else None
 
 
@@ -108,16 +108,16 @@ def read_lines(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             if number and not any(isinstance(lines[-1].get(key), int) for key in ("rewind", "step")):
                 raise ValueError("no measurement")
         except (ValueError, TypeError) as error:
-            what = "is damaged" if number else "is not the header of a monitor"
+            fault = "is damaged" if number else "is not the header of a monitor"
             raise InputError(
-                f"{WHO}: line {number + 1} of {path} {what} ({error}); take the line out, or name another file"
+                f"{WHO}: line {number + 1} of {path} {fault} ({error}); take the line out, or name another file"
             ) from error
-    header, *written = lines or [{}]
+    header, *entries = lines or [{}]
     if header.get(KEY) != FORMAT:
-        seen = f"has format {header[KEY]}" if KEY in header else "was not written by a Monitor"
-        raise InputError(f"{WHO}: {path} {seen}; expected {KEY!r}: {FORMAT} in its first line. Name another file")
+        fault = f"has format {header[KEY]}" if KEY in header else "was not written by a Monitor"
+        raise InputError(f"{WHO}: {path} {fault}; expected {KEY!r}: {FORMAT} in its first line. Name another file")
     records: list[dict[str, Any]] = []
-    for record in written:
+    for record in entries:
         if "rewind" in record:
             records = [one for one in records if one["step"] < record["rewind"]]
         else:
@@ -134,13 +134,13 @@ def to_line(record: Mapping[str, Any]) -> str:
     return json.dumps(plain(record), separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _check(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check(path: Path, old_header: Mapping[str, Any], new_header: Mapping[str, Any]) -> None:
     """Compare headers: the environment may change when a run goes on elsewhere, nothing else may."""
-    different = []
-    for name in (name for name in here if name != "environment"):
-        old, new = (dict(tree_flatten_with_path(header.get(name))[0]) for header in (there, here))
+    differences = []
+    for name in (name for name in new_header if name != "environment"):
+        old, new = (dict(tree_flatten_with_path(header.get(name))[0]) for header in (old_header, new_header))
         at = next((key for key in {**new, **old} if old.get(key) != new.get(key)), None)
         if at is not None:
-            different.append(f"{name}{keystr(at)} is {old.get(at)!r} there, {new.get(at)!r} here")
-    if different:
-        raise InputError(f"{WHO}: {path} is of another run: {'; '.join(different)}. Name another file, or measure as there")
+            differences.append(f"{name}{keystr(at)} is {old.get(at)!r} there, {new.get(at)!r} here")
+    if differences:
+        raise InputError(f"{WHO}: {path} is of another run: {'; '.join(differences)}. Name another file, or measure as there")

@@ -72,7 +72,7 @@ class MonitorLog(Printed):
         """Return one number, or one array, of every measurement, NaN where it has none.
 
         Args:
-            *keys: Its path in the record, e.g. ``"sharpness", "types", "Norm", "value"`` or ``"norms", "types", "Emb"``.
+            *keys: Path of it in the record, e.g. ``"sharpness", "types", "Norm", "value"`` or ``"norms", "types", "Emb"``.
 
         Raises:
             InputError: No measurement has it, or its shape changes from one to the next.
@@ -81,18 +81,18 @@ class MonitorLog(Printed):
             (steps,), or (steps, ...) for an array.
         """
         entries = self.entries(*keys)
-        inside = next((x for x in entries if isinstance(x, dict)), None)
-        if inside is not None:
+        section = next((x for x in entries if isinstance(x, dict)), None)
+        if section is not None:
             raise InputError(
-                f"MonitorLog: {' / '.join(map(str, keys)) or 'a measurement'} holds {', '.join(inside)}; name one of them"
+                f"MonitorLog: {' / '.join(map(str, keys)) or 'a measurement'} holds {', '.join(section)}; name one of them"
             )
         arrays = [None if x is None else np.asarray(x, dtype=float) for x in entries]
         shapes = {a.shape for a in arrays if a is not None}
         if len(shapes) != 1:
-            seen = "no measurement has it" if not shapes else f"its shape changes: {sorted(shapes)}"
-            raise InputError(f"MonitorLog: {' / '.join(map(str, keys))} of {self.path}: {seen}; see .records for what there is")
-        nothing = np.full(next(iter(shapes)), np.nan)
-        return np.stack([nothing if a is None else a for a in arrays])
+            fault = "no measurement has it" if not shapes else f"its shape changes: {sorted(shapes)}"
+            raise InputError(f"MonitorLog: {' / '.join(map(str, keys))} of {self.path}: {fault}; see .records for what there is")
+        blank = np.full(next(iter(shapes)), np.nan)
+        return np.stack([blank if a is None else a for a in arrays])
 
     def entries(self, *keys: str | int) -> list[Any]:
         """Return the entry at ``keys`` of every measurement, None where there is none."""
@@ -145,12 +145,12 @@ class MonitorLog(Printed):
         Raises:
             InputError: There is no measurement, or the suffix is another one.
         """
-        drawn = [draw for keys, draw in PANELS if self.has(*keys)]
-        if not len(self) or not drawn:
+        panel_drawers = [draw for keys, draw in PANELS if self.has(*keys)]
+        if not len(self) or not panel_drawers:
             raise InputError(f"MonitorLog.plot: {self.path} holds no measurement yet; nothing to draw")
         heading = title or f"{self.header['model']}, {self.header['entries']:,} parameters ({self.path.name})"
-        with panels("MonitorLog.plot", len(drawn), heading, path) as (figure, every):
-            for axes, draw in zip(every, drawn, strict=True):
+        with panels("MonitorLog.plot", len(panel_drawers), heading, path) as (figure, all_axes):
+            for axes, draw in zip(all_axes, panel_drawers, strict=True):
                 draw(axes, self)
         return figure
 
@@ -160,9 +160,7 @@ class MonitorLog(Printed):
         drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
         yield self._headline()
         yield table(headers, rows, left=2 if order else 1, prose=order, drop=drop, spread=True)
-        yield from (
-            f"step {step}: {what} failed: {text}" for step, failed in self.errors.items() for what, text in failed.items()
-        )
+        yield from (f"step {step}: {key} failed: {text}" for step, texts in self.errors.items() for key, text in texts.items())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""
@@ -232,9 +230,9 @@ def name_ends(axes: Axes, ends: dict[str, tuple[float, str]]) -> None:
     right = axes.get_xlim()[1]
     order = [name for name in sorted(ends, key=lambda name: ends[name][0]) if np.isfinite(ends[name][0])]
     heights = [float(transform.transform((right, ends[name][0]))[1]) for name in order]
-    for name, own, at in zip(order, heights, spread(heights, [0.075] * len(order), 0.0, 1.0) if order else [], strict=True):
+    for name, height, at in zip(order, heights, spread(heights, [0.075] * len(order), 0.0, 1.0) if order else [], strict=True):
         axes.annotate(
-            name, (1.0, own), (1.05, at), xycoords="axes fraction", textcoords="axes fraction", va="center", fontsize=8,
+            name, (1.0, height), (1.05, at), xycoords="axes fraction", textcoords="axes fraction", va="center", fontsize=8,
             color=ends[name][1], annotation_clip=False, arrowprops={"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.4},
         )  # fmt: skip
 
@@ -245,8 +243,8 @@ LINE: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 3, "clip_
 def sharpness(axes: Axes, log: MonitorLog) -> None:
     """Average sharpness of each block type, with its intervals (The Sharpness Disparity Principle, Figure 3)."""
     for name, one in log.sharpness.items():
-        there, colour = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0), COLOURS.get(name, FAINT)
-        axes.fill_between(log.steps[there], one.low[there], one.high[there], color=colour, alpha=0.2, linewidth=0)
+        is_finite, colour = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0), COLOURS.get(name, FAINT)
+        axes.fill_between(log.steps[is_finite], one.low[is_finite], one.high[is_finite], color=colour, alpha=0.2, linewidth=0)
     _by_type(axes, log, "average sharpness, with its intervals", {name: one.value for name, one in log.sharpness.items()})
 
 
@@ -259,10 +257,10 @@ def _by_type(axes: Axes, log: MonitorLog, title: str, values: dict[str, np.ndarr
     over_steps(axes, log, title)
     ends = {}
     for name, value in values.items():
-        there, colour = np.isfinite(value), COLOURS.get(name, FAINT)
-        axes.plot(log.steps[there], value[there], color=colour, zorder=3, **{**LINE, "marker": MARKS.get(name, "o")})
-        if there.any():
-            ends[name] = (float(value[there][-1]), colour)
+        is_finite, colour = np.isfinite(value), COLOURS.get(name, FAINT)
+        axes.plot(log.steps[is_finite], value[is_finite], color=colour, zorder=3, **{**LINE, "marker": MARKS.get(name, "o")})
+        if is_finite.any():
+            ends[name] = (float(value[is_finite][-1]), colour)
     log_scale(axes, *values.values())
     name_ends(axes, ends)
 
@@ -279,18 +277,18 @@ def _number(title: str, section: str, key: str, colour: str, limit: Callable[[Mo
         over_steps(axes, log, title)
         value = log.series(section, key)
         residual = log.series(section, "residual") if log.has(section, "residual") else np.zeros_like(value)
-        there = np.isfinite(value)
-        low, high = (value - residual)[there], (value + residual)[there]
-        axes.fill_between(log.steps[there], low, high, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(log.steps[there], value[there], color=colour, **LINE)
+        is_finite = np.isfinite(value)
+        low, high = (value - residual)[is_finite], (value + residual)[is_finite]
+        axes.fill_between(log.steps[is_finite], low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(log.steps[is_finite], value[is_finite], color=colour, **LINE)
         if limit is not None:
-            axes.plot(log.steps[there], limit(log)[there], color=INK, linewidth=0.8, linestyle="--")
+            axes.plot(log.steps[is_finite], limit(log)[is_finite], color=INK, linewidth=0.8, linestyle="--")
         log_scale(axes, low)
 
     return panel
 
 
-STEPS_SHOWN = 5
+LINES_PER_PANEL = 5
 """Lines of a panel over layers."""
 
 
@@ -306,17 +304,17 @@ def _variance(axes: Axes, log: MonitorLog) -> None:
 
 def _angles(axes: Axes, log: MonitorLog) -> None:
     """Angular distances of all pairs of layers at the last step (Figure 2, without the authors' rescaling of each row)."""
-    measured = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
-    at, values = measured[-1][0], torch.tensor(measured[-1][1], dtype=torch.float64, device="cpu")
-    shown = AngularDistances(values, values).by_distance().numpy()
-    edge = len(shown) + 0.5
+    records = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
+    at, values = records[-1][0], torch.tensor(records[-1][1], dtype=torch.float64, device="cpu")
+    rows = AngularDistances(values, values).by_distance().numpy()
+    edge = len(rows) + 0.5
     _name(axes, f"angular distance $d(x_l, x_{{l+n}})$, step {at}", "layer $l$")
     axes.grid(False)
-    drawn = axes.imshow(shown, cmap=mpl.colormaps["viridis_r"], origin="lower", aspect="auto", extent=(0.5, edge, 0.5, edge))
+    image = axes.imshow(rows, cmap=mpl.colormaps["viridis_r"], origin="lower", aspect="auto", extent=(0.5, edge, 0.5, edge))
     axes.set_ylabel("$n$", fontsize=8, labelpad=1)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    bar = axes.figure.colorbar(drawn, ax=axes, fraction=0.06, pad=0.04)
+    bar = axes.figure.colorbar(image, ax=axes, fraction=0.06, pad=0.04)
     bar.ax.tick_params(labelsize=7, length=2)
 
 
@@ -325,15 +323,15 @@ def _by_layer(title: str, *keys: str, signed: bool = False) -> Panel:
 
     def panel(axes: Axes, log: MonitorLog) -> None:
         _name(axes, title, "layer")
-        measured = {
+        by_step = {
             step: np.array([float(one["value"] if isinstance(one, dict) else one) for one in x])
             for step, x in zip(log.steps, log.entries("depth", *keys), strict=True)
             if x is not None
         }
-        chosen = np.unique(np.linspace(0, len(measured) - 1, STEPS_SHOWN).round().astype(int))
+        indices = np.unique(np.linspace(0, len(by_step) - 1, LINES_PER_PANEL).round().astype(int))
         axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
-        for row, (k, colour) in enumerate(zip(chosen, shades(len(chosen)), strict=True), start=1):
-            step, values = list(measured.items())[k]
+        for row, (k, colour) in enumerate(zip(indices, shades(len(indices)), strict=True), start=1):
+            step, values = list(by_step.items())[k]
             axes.plot(np.arange(1, len(values) + 1), values, color=colour, **{**LINE, "clip_on": True})
             label = f"\u25cf {step:,}"
             axes.text(1.04, 1.0 - 0.09 * row, label, color=colour, transform=axes.transAxes, fontsize=7.5, va="top")
@@ -342,7 +340,7 @@ def _by_layer(title: str, *keys: str, signed: bool = False) -> Panel:
         if signed:
             axes.axhline(0.0, color=INK, linewidth=0.6)
         else:
-            log_scale(axes, *measured.values())
+            log_scale(axes, *by_step.values())
 
     return panel
 

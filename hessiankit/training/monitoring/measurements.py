@@ -39,7 +39,7 @@ Section: TypeAlias = "Callable[[Sequence[Batch], int], Any]"
 
 @dataclass(frozen=True)
 class MonitoredRun:
-    """What several measurements of a run read.
+    """Data that several measurements of a run read.
 
     Attributes:
         model: Model that is trained.
@@ -56,15 +56,15 @@ class MonitoredRun:
 
 def batches_of(model: nn.Module, data: Any, target: Tensor | None = None) -> list[Batch]:
     """Return batches, in the forms of :func:`hessiankit.sharpness`, as a list of pairs (inputs, labels)."""
-    read = micro_batches(WHO, model, data, target)
-    for batch in read:
+    batches = micro_batches(WHO, model, data, target)
+    for batch in batches:
         for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
             check_dense(WHO, name, x)
             if x.is_meta:
                 raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
-    if all(bool((batch.target == IGNORE_INDEX).all()) for batch in read):
+    if all(bool((batch.target == IGNORE_INDEX).all()) for batch in batches):
         raise InputError(f"{WHO}: the data hold no label that counts; pass labels other than {IGNORE_INDEX}")
-    return [(batch.inputs, batch.target) for batch in read]
+    return [(batch.inputs, batch.target) for batch in batches]
 
 
 def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
@@ -122,8 +122,8 @@ def preconditioned(
         parameters = trainable(run.model)
         first = next(iter(parameters.values()))
         P = optimizer_preconditioner(WHO, run.optimizers, parameters, dtype=first.dtype, device=first.device)
-        measured = search(batches, step, lambda product: lambda v: P.root @ product(P.root @ v))
-        return {**measured, "lr": P.lr, "threshold": P.threshold, "ratio": P.ratio(measured["value"])}
+        result = search(batches, step, lambda product: lambda v: P.root @ product(P.root @ v))
+        return {**result, "lr": P.lr, "threshold": P.threshold, "ratio": P.ratio(result["value"])}
 
     return section
 
@@ -144,9 +144,9 @@ class TopEigenvalue:
         size, first = sum(p.numel() for p in parameters.values()), next(iter(parameters.values()))
         draw = torch.Generator().manual_seed(self.run.seed)  # the same vector on every device
         start = torch.randn(size, generator=draw, device="cpu").to(first.device, first.dtype)
-        before = self.vector if self.warm_start else None
-        if before is not None and (before.shape, before.dtype, before.device) == (start.shape, start.dtype, start.device):
-            start = before + START * start / start.norm()
+        vector = self.vector if self.warm_start else None
+        if vector is not None and (vector.shape, vector.dtype, vector.device) == (start.shape, start.dtype, start.device):
+            start = vector + START * start / start.norm()
 
         def exact() -> Product:
             return hessian_operator(model, list(batches), loss="cross_entropy", params=list(parameters)).__matmul__
@@ -178,13 +178,13 @@ def critical(run: MonitoredRun) -> Section:
     def section(batches: Sequence[Batch], step: int) -> dict[str, Any]:
         if why := waits(run.optimizers, for_state=False):
             return {"waiting": why}
-        named, loss = trainable(run.model), loss_of(run.model, batches)
-        parameters = list(named.values())
+        parameters_by_name, loss = trainable(run.model), loss_of(run.model, batches)
+        parameters = list(parameters_by_name.values())
         sizes, values = [p.numel() for p in parameters], [p.data for p in parameters]
 
-        def loss_at(moved: Tensor) -> float:
+        def loss_at(displacement: Tensor) -> float:
             try:
-                for p, value, change in zip(parameters, values, moved.split(sizes), strict=True):
+                for p, value, change in zip(parameters, values, displacement.split(sizes), strict=True):
                     p.data = (value + change.view_as(value)).to(value.dtype)
                 return loss.evaluate()[0]
             finally:
@@ -194,7 +194,7 @@ def critical(run: MonitoredRun) -> Section:
         with double_backward():
             product = HessianProducts(loss, [parameters], "hessian").of(0)
             gradient = torch.cat([slope.reshape(-1) for slope in loss.gradient(parameters)])
-            search = along_step(WHO, run.optimizers, named, gradient, product, loss_at, {}, PASSES)
+            search = along_step(WHO, run.optimizers, parameters_by_name, gradient, product, loss_at, {}, PASSES)
         return {name: value for name, value in search.to_dict().items() if name not in ("groups", "seconds", "optimizer")}
 
     return section
@@ -226,7 +226,7 @@ def norms(run: MonitoredRun) -> Section:
 
 
 SEED_STRIDE = 1_000_003
-"""Between the seeds of two steps, so that the errors of two measurements are independent, as their intervals say of each."""
+"""Distance between the seeds of two steps, so that the errors of two measurements are independent, as their intervals assume."""
 
 
 @checked(WHO)

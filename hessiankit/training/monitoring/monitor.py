@@ -38,15 +38,15 @@ def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
         raise InputError(f"monitor: every={every} measures at no step; pass 1 or more")
     if step < 0:
         raise InputError(f"monitor: step={step}; expected the number of updates done, 0 or more")
-    early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
-    return step % every == 0 or early
+    is_early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
+    return step % every == 0 or is_early
 
 
 WHO = "monitor"
 ON_ERROR = ("raise", "record")
 LONG = 10.0
 """Seconds of a measurement from which a line on standard error says what took them."""
-TAKEN = ("step", "seconds", "extra", "errors", "seed", "optimizer")
+RESERVED = ("step", "seconds", "extra", "errors", "seed", "optimizer")
 """Names in a line or a header that are not those of sections."""
 
 
@@ -136,19 +136,19 @@ class Monitor:
         run = MonitoredRun(self._model, self.parts, seed, optimizers)
         options: dict[str, Any] = {"seed": seed, **({"optimizer": name_of(optimizers)} if optimizers else {})}
         self._sections: dict[str, Section] = {}
-        wanted = what if isinstance(what, Mapping) else {name: {} for name in what}
-        for name, given in {"loss": {}, **wanted}.items():
+        options_by_name = what if isinstance(what, Mapping) else {name: {} for name in what}
+        for name, keywords in {"loss": {}, **options_by_name}.items():
             check_name(WHO, "what", name, MEASUREMENTS)
-            if not isinstance(given, Mapping):
-                raise InputError(f"{WHO}: what={{{name!r}: {given!r}}}; expected a dict of options, such as {{}}")
-            self._sections[name] = MEASUREMENTS[name](run, **given)
-            options[name] = {**_defaults(MEASUREMENTS[name]), **given}
+            if not isinstance(keywords, Mapping):
+                raise InputError(f"{WHO}: what={{{name!r}: {keywords!r}}}; expected a dict of options, such as {{}}")
+            self._sections[name] = MEASUREMENTS[name](run, **keywords)
+            options[name] = {**_defaults(MEASUREMENTS[name]), **keywords}
         if bool(optimizers) != any(name in self._sections for name in OF_OPTIMIZERS):
-            seen = "an optimizer, which no measurement reads" if optimizers else "no optimizer"
-            raise InputError(f"{WHO}: {seen}; pass optimizer= together with 'preconditioned' or 'critical' in what=")
-        self._own = dict(own or {})
-        for name, measure in self._own.items():
-            if name in (*self._sections, *TAKEN):
+            optimizer_text = "an optimizer, which no measurement reads" if optimizers else "no optimizer"
+            raise InputError(f"{WHO}: {optimizer_text}; pass optimizer= together with 'preconditioned' or 'critical' in what=")
+        self._custom = dict(own or {})
+        for name, measure in self._custom.items():
+            if name in (*self._sections, *RESERVED):
                 raise InputError(f"{WHO}: own={name!r} is the name of another part of a line; choose another")
             if not callable(measure):
                 raise InputError(f"{WHO}: own={name!r} is a {type(measure).__name__}; pass a function of model, batches and step")
@@ -166,7 +166,7 @@ class Monitor:
         self._lines = Lines(path, header)
         self.path = self._lines.path
         self._at: int | None = None
-        self._measured: int | None = None
+        self._last_step: int | None = None
 
     def __repr__(self) -> str:
         return f"<Monitor: {', '.join(self._sections)} every {self._every} steps, into {self.path}>"
@@ -185,12 +185,12 @@ class Monitor:
         Returns:
             What was measured, or None.
         """
-        wanted = force or due(step, self._every, log_spaced=self._log_spaced)
+        is_due = force or due(step, self._every, log_spaced=self._log_spaced)
         if self._at is None or step < self._at:  # training starts or goes on here
             self._lines.rewind(step)
-        repeated = step == self._at == self._measured
+        is_repeat = step == self._at == self._last_step
         self._at = step
-        if not wanted or repeated:
+        if not is_due or is_repeat:
             return None
         return self._measure(step, extra)
 
@@ -203,28 +203,28 @@ class Monitor:
     def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
         """Measure all sections, write the line and log the numbers; say what took the time if it was long."""
         _check_whole(self._model)
-        record, failed, seconds = self._values(step)
+        record, failures, seconds = self._values(step)
         if sum(seconds.values()) > LONG:
-            each = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
-            print(f"monitor: step {step} took {sum(seconds.values()):.1f} s ({each})", file=sys.stderr, flush=True)
+            durations = ", ".join(f"{name} {duration:.1f}" for name, duration in seconds.items())
+            print(f"monitor: step {step} took {sum(seconds.values()):.1f} s ({durations})", file=sys.stderr, flush=True)
         record["seconds"] = seconds
         record |= {"extra": extra} if extra else {}
-        record |= {"errors": {name: f"{type(e).__name__}: {e}" for name, e in failed.items()}} if failed else {}
+        record |= {"errors": {name: f"{type(e).__name__}: {e}" for name, e in failures.items()}} if failures else {}
         self._write(record)
         if self._log is not None:
             self._log(scalars(record), step=step)
-        if failed and self._on_error == "raise":
-            name, error = next(iter(failed.items()))
+        if failures and self._on_error == "raise":
+            name, error = next(iter(failures.items()))
             raise InputError(
                 f"{WHO}: {name} at step {step} failed: {record['errors'][name]}. The rest of the measurement is in {self.path}; "
-                f"{'mend your function' if name in self._own else 'leave it out of what='}, or pass on_error='record' to go on"
+                f"{'mend your function' if name in self._custom else 'leave it out of what='}, or pass on_error='record' to go on"
             ) from error
         return record
 
     def _values(self, step: int) -> tuple[dict[str, Any], dict[str, Exception], dict[str, float]]:
         """Return what the sections measure, the errors of those that failed, and the seconds of each."""
         record: dict[str, Any] = {"step": step}
-        failed: dict[str, Exception] = {}
+        failures: dict[str, Exception] = {}
         seconds: dict[str, float] = {}
         batches: list[Any] = []
         with preserved_state(self._model), ordinary_path():
@@ -234,10 +234,10 @@ class Monitor:
                     batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
                     record[name] = section(batches, step)
                 except Exception as error:
-                    failed[name] = error
+                    failures[name] = error
                 seconds[name] = round(time.perf_counter() - start, 4)
-        self._measured = step
-        return record, failed, seconds
+        self._last_step = step
+        return record, failures, seconds
 
     def _write(self, record: dict[str, Any]) -> None:
         try:

@@ -18,7 +18,7 @@ from hessiankit.training.optim.ratios import CAP, POWER, PRESETS, Ratio, by_type
 from hessiankit.training.optim.steps import MODES, NAMES
 from hessiankit.training.partition import TYPES, Part, model_parts
 
-HIDDEN = ("QK", "VO", "FFN")
+MUON_TYPES = ("QK", "VO", "FFN")
 """The types whose matrices Muon takes; embeddings, heads and vectors go to AdamW."""
 
 
@@ -50,7 +50,7 @@ def group_of(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePoli
     """
     parts = tuple(parts)
     types = tuple(kind for kind in TYPES if any(part.type == kind for part in parts))
-    takes_muon = policy.muon_ratios is not None and p.ndim == 2 and all(kind in HIDDEN for kind in types)
+    takes_muon = policy.muon_ratios is not None and p.ndim == 2 and all(kind in MUON_TYPES for kind in types)
     ratios = policy.muon_ratios if takes_muon and policy.muon_ratios is not None else policy.ratios
     first = max(types, key=lambda kind: ratios[kind].value)
     base, ratio = policy.muon_lr if takes_muon else policy.lr, ratios[first]
@@ -70,9 +70,9 @@ def group_of(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePoli
         return group
     pieces = []
     for part in parts:
-        own = ratios[part.type]
-        decay = policy.decay_of(part.type, p, own.value)
-        piece = {"block_type": part.type, **_keys(own), "factor": own.value / ratio.value, "weight_decay": decay}
+        piece_ratio = ratios[part.type]
+        decay = policy.decay_of(part.type, p, piece_ratio.value)
+        piece = {"block_type": part.type, **_keys(piece_ratio), "factor": piece_ratio.value / ratio.value, "weight_decay": decay}
         pieces += [{**piece, "start": start, "stop": stop} for start, stop in part.segments]
     return {**group, "slices": [{"shape": list(p.shape), "axis": parts[0].axis, "pieces": pieces}]}
 
@@ -90,19 +90,19 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
             raise InputError(f"blockwise_lr: parts= has {part.name!r}, and the model has no parameter {part.parameter!r}.")
         check_name("blockwise_lr", f"type of part {part.name!r}", part.type, TYPES)
         parts_of[part.parameter].append(part)
-    for name, own in parts_of.items():
-        if not own:
+    for name, pieces in parts_of.items():
+        if not pieces:
             raise InputError(f"blockwise_lr: parts= has nothing of {name!r}; expected every parameter, or it is never trained.")
-        if len(own) == 1 and own[0].axis is None:
+        if len(pieces) == 1 and pieces[0].axis is None:
             continue
-        axes = {part.axis for part in own}
+        axes = {part.axis for part in pieces}
         axis = axes.pop()
         length = shapes[name][axis] if axis is not None and 0 <= axis < len(shapes[name]) else 0
-        cuts = [segment for part in own for segment in part.segments]
-        covered = sorted(at for start, stop in cuts for at in range(start, stop))
-        if axes or not covered or covered != list(range(length)) or not all(start < stop for start, stop in cuts):
+        cuts = [segment for part in pieces for segment in part.segments]
+        places = sorted(at for start, stop in cuts for at in range(start, stop))
+        if axes or not places or places != list(range(length)) or not all(start < stop for start, stop in cuts):
             raise InputError(
-                f"blockwise_lr: {', '.join(part.name for part in own)} do not cover {name!r} of shape {tuple(shapes[name])} "
+                f"blockwise_lr: {', '.join(part.name for part in pieces)} do not cover {name!r} of shape {tuple(shapes[name])} "
                 "exactly once."
             )
     return parts_of
@@ -176,11 +176,11 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
         place = {id(p): (k, i) for k, g in enumerate(self) for i, p in enumerate(g["params"])}
         names = {id(p): name for name, p in self.named_parameters()}
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        strange = sum(id(p) not in place for p in parameters)
-        missing = [names[i] for i in place if i not in {id(p) for p in parameters}]
-        if strange or missing:
-            seen = f"{strange} parameters that are in no group" if strange else f"no {missing[0]!r}"
-            raise InputError(f"apply: the {type(optimizer).__name__} has {seen}; expected the parameters that the groups have.")
+        surplus = sum(id(p) not in place for p in parameters)
+        absences = [names[i] for i in place if i not in {id(p) for p in parameters}]
+        if surplus or absences:
+            fault = f"{surplus} parameters that are in no group" if surplus else f"no {absences[0]!r}"
+            raise InputError(f"apply: the {type(optimizer).__name__} has {fault}; expected the parameters that the groups have.")
         for group in optimizer.param_groups:
             sources = {place[id(p)][0] for p in group["params"]}
             if len(sources) > 1:
@@ -204,10 +204,10 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
             rows.append(_row(g["block_type"] + muon, str(len(g["params"])), entries, g, float(g["lr"])))
             slices = g.get("slices", ())
             for kind in dict.fromkeys(piece["block_type"] for cuts in slices for piece in cuts["pieces"]):
-                own = [(cuts, piece) for cuts in slices for piece in cuts["pieces"] if piece["block_type"] == kind]
-                shares = [(piece["stop"] - piece["start"]) / cuts["shape"][cuts["axis"]] for cuts, piece in own]
-                entries = round(sum(share * math.prod(cuts["shape"]) for share, (cuts, _) in zip(shares, own, strict=True)))
-                rows.append(_row(f"  {kind}, slices", "", entries, own[0][1], float(g["lr"]) * own[0][1]["factor"]))
+                pairs = [(cuts, piece) for cuts in slices for piece in cuts["pieces"] if piece["block_type"] == kind]
+                shares = [(piece["stop"] - piece["start"]) / cuts["shape"][cuts["axis"]] for cuts, piece in pairs]
+                entries = round(sum(share * math.prod(cuts["shape"]) for share, (cuts, _) in zip(shares, pairs, strict=True)))
+                rows.append(_row(f"  {kind}, slices", "", entries, pairs[0][1], float(g["lr"]) * pairs[0][1]["factor"]))
         return rows
 
     def _headline(self) -> str:
@@ -266,7 +266,7 @@ def blockwise_lr(
         optimizer: The optimizer of the groups: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``, ``"adam_mini"`` (one group a
             parameter, with its ``name``), ``"muon"`` (``groups.muon`` and ``groups.adamw``).
         muon_lr: The rate of Muon's groups; by default ``lr``.
-        weight_decay: Of the parameters that decay.
+        weight_decay: Weight decay of the parameters that decay.
         decay: ``"matrices"``: those with two axes or more; ``"all"``: all, as in the paper's released code; or the weight decay
             by block type, of all parameters of that type (others as with ``"matrices"``).
         couple_decay: Decoupled weight decay shrinks by lr x decay, so that r multiplies it. True leaves it so, as the released
@@ -317,8 +317,8 @@ def blockwise_lr(
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
     for name, p in trainable:
         NAMES[p] = name
-    merged = _merged(groups, guard, one_each=optimizer == "adam_mini")
-    return ParameterGroups(merged, title=f"{title}, base lr {lr:g}", frozen=frozen)
+    merged_groups = _merged(groups, guard, is_separate=optimizer == "adam_mini")
+    return ParameterGroups(merged_groups, title=f"{title}, base lr {lr:g}", frozen=frozen)
 
 
 def _checked(
@@ -355,8 +355,8 @@ def _ratios(
     if ratios == "measured":
         if sharpness is None:
             raise InputError("blockwise_lr: ratios='measured' needs sharpness=, a report of hessiankit.sharpness.")
-        measured = measured_ratios(sharpness, power=power, cap=cap)
-        return f"ratios measured: (S_Norm / S)^{power:g} within [{1 / cap:.3g}, {cap:g}]", by_type(measured), set(measured)
+        factors = measured_ratios(sharpness, power=power, cap=cap)
+        return f"ratios measured: (S_Norm / S)^{power:g} within [{1 / cap:.3g}, {cap:g}]", by_type(factors), set(factors)
     if sharpness is not None:
         raise InputError("blockwise_lr: sharpness= is for ratios='measured'.")
     if not isinstance(ratios, str):
@@ -370,22 +370,22 @@ def _ratios(
     return f"ratios {name!r}", by_type(PRESETS[name]), set(TYPES)
 
 
-def _merged(groups: Iterable[dict[str, Any]], guard: str, *, one_each: bool) -> list[dict[str, Any]]:
+def _merged(groups: Iterable[dict[str, Any]], guard: str, *, is_separate: bool) -> list[dict[str, Any]]:
     """Return one group for each block type and weight decay, in the order of the block types, fused ones last.
 
-    With ``one_each`` every parameter remains in a group of its own, with its ``name``, in the order of the model.
+    With ``is_separate`` every parameter remains in a group of its own, with its ``name``, in the order of the model.
     """
-    if one_each:
+    if is_separate:
         return [{**group, "guard": guard, "name": group["param_names"][0]} for group in groups]
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    groups_by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         places = tuple(TYPES.index(kind) for kind in group["block_type"].split("+"))
         order = (len(places) > 1, places, -group["weight_decay"])
         key = (order, group.get("use_muon"))
-        if key not in merged:
-            merged[key] = {**group, "guard": guard}
+        if key not in groups_by_key:
+            groups_by_key[key] = {**group, "guard": guard}
             continue
         for name in ("params", *_ALIGNED):
             if name in group:
-                merged[key][name] += group[name]
-    return [merged[key] for key in sorted(merged, key=lambda key: key[0])]
+                groups_by_key[key][name] += group[name]
+    return [groups_by_key[key] for key in sorted(groups_by_key, key=lambda key: key[0])]

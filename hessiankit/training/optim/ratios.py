@@ -64,9 +64,9 @@ def by_type(ratios: Mapping[str, float | Ratio]) -> dict[str, Ratio]:
     >>> by_type({"Emb": 10})["Emb"].value, by_type({"Emb": 10})["QK"].value
     (10.0, 1.0)
     """
-    unknown = sorted(set(ratios) - set(TYPES))
-    if unknown:
-        raise InputError(f"blockwise_lr: ratios has {unknown[0]!r}, which is no block type; expected some of {', '.join(TYPES)}.")
+    extras = sorted(set(ratios) - set(TYPES))
+    if extras:
+        raise InputError(f"blockwise_lr: ratios has {extras[0]!r}, which is no block type; expected some of {', '.join(TYPES)}.")
     factors = dict.fromkeys(TYPES, Ratio(1.0))
     for kind, ratio in ratios.items():
         if not isinstance(ratio, Ratio) and not 0 < float(ratio) < math.inf:
@@ -91,7 +91,7 @@ def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, b
     with more draws the interval shrinks to the estimate.
 
     Args:
-        sharpness: What ``hessiankit.training.sharpness.sharpness`` returned.
+        sharpness: Report that ``hessiankit.training.sharpness.sharpness`` returned.
         power: Exponent, in (0, 1].
         cap: Largest ratio, at least 1; its inverse is the smallest.
         base: The block type with ratio 1.
@@ -101,8 +101,8 @@ def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, b
             of its range.
     """
     if not hasattr(sharpness, "types") or not hasattr(sharpness, "ratio"):
-        seen = type(sharpness).__name__
-        raise InputError(f"measured_ratios: sharpness is a {seen}; pass what hessiankit.sharpness returned.")
+        type_name = type(sharpness).__name__
+        raise InputError(f"measured_ratios: sharpness is a {type_name}; pass what hessiankit.sharpness returned.")
     if not 0 < power <= 1:
         raise InputError(f"measured_ratios: power={power}; expected a number in (0, 1].")
     if not (math.isfinite(cap) and cap >= 1):
@@ -116,7 +116,7 @@ def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, b
     def bounded(quotient: float) -> float:
         return float(min(cap, max(1 / cap, max(quotient, 0.0) ** power)))
 
-    measured = {base: Ratio(1.0, 1.0, 1.0)}
+    ratios = {base: Ratio(1.0, 1.0, 1.0)}
     for kind in sharpness.types:
         if kind == base:
             continue
@@ -131,5 +131,5 @@ def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, b
                 f"{quotient.high}]; measure with more draws."
             )
         low, high = bounded(quotient.low), bounded(quotient.high)
-        measured[kind] = Ratio(min(max(1.0, low), high), low, high)
-    return measured
+        ratios[kind] = Ratio(min(max(1.0, low), high), low, high)
+    return ratios

@@ -37,9 +37,9 @@ def schedule_factor(
     start = warmup if kind == "cosine" else max(warmup, int(stable * steps))
     if step <= start:
         return peak
-    done = (step - start) / (steps - start)
-    remaining = (1 + math.cos(math.pi * done)) / 2 if kind == "cosine" else 1 - done
-    return final + (peak - final) * remaining
+    progress = (step - start) / (steps - start)
+    height = (1 + math.cos(math.pi * progress)) / 2 if kind == "cosine" else 1 - progress
+    return final + (peak - final) * height
 
 
 class BlockwiseSchedule(LRScheduler):
@@ -72,8 +72,8 @@ class BlockwiseSchedule(LRScheduler):
                 group["expected_lr"] = float(group["lr"])
             for cuts in group.get("slices", ()):
                 for piece in cuts["pieces"]:
-                    own = self.rate(base, piece["ratio"], self.last_epoch)
-                    piece["factor"] = own / group["expected_lr"] if group["expected_lr"] else 1.0
+                    rate = self.rate(base, piece["ratio"], self.last_epoch)
+                    piece["factor"] = rate / group["expected_lr"] if group["expected_lr"] else 1.0
 
 
 @checked("blockwise_schedule")
@@ -104,7 +104,7 @@ def blockwise_schedule(
             same rate (the code), so that r fades to 1.
         final: The last rate over the base rate: 1/20 for the cosine (Sec. 6), 0 for ``"wsd"`` (App. A.3; Sec. 6.3 says
             lr_min, the code 1/10).
-        stable: Where the decay of ``"wsd"`` starts, as a fraction of ``steps``.
+        stable: Start of the decay of ``"wsd"``, as a fraction of ``steps``.
 
     Raises:
         InputError: If an option is not one of these, or no group is blockwise.
@@ -124,8 +124,8 @@ def blockwise_schedule(
     [0.5, 0.5, 0.5, 0.5]
     """
     final = FINAL.get(kind, 0.0) if final is None else final
-    for name, value, known in (("kind", kind, KINDS), ("ramp", ramp, RAMPS), ("floor", floor, FLOORS)):
-        check_name("blockwise_schedule", name, value, known)
+    for name, value, choices in (("kind", kind, KINDS), ("ramp", ramp, RAMPS), ("floor", floor, FLOORS)):
+        check_name("blockwise_schedule", name, value, choices)
     if not 0 <= warmup < steps:
         raise InputError(f"blockwise_schedule: warmup={warmup} and steps={steps}; expected 0 <= warmup < steps.")
     if not (0 <= final <= 1 and 0 < stable <= 1):

@@ -1,4 +1,4 @@
-"""What happens around every step of an optimizer with blockwise groups: the rates are checked, the slices' steps rescaled.
+"""Hooks around every step of an optimizer with blockwise groups: a check of the rates, and a rescaling of the slices' steps.
 
 An optimizer moves a tensor with one learning rate. If its step is linear in that rate and its state does not see the rate, then
 
@@ -31,7 +31,7 @@ from hessiankit.support.errors import InputError
 
 _NOT_LINEAR = (LBFGS, Rprop, ASGD, Adafactor)
 _DECAY_IN_GRADIENT = (SGD, RMSprop, Adagrad, Adadelta, Adamax)
-_FOUND = ("Shard", "Replicate")
+_CONSECUTIVE = ("Shard", "Replicate")
 """Placements of a DTensor in which a rank's rows are consecutive, so that slices are found in them."""
 
 
@@ -43,21 +43,21 @@ class _SavedSlice:
     parameter: nn.Parameter
     axis: int
     piece: dict[str, Any]
-    before: Tensor
+    origin: Tensor
 
     @property
-    def now(self) -> Tensor:
+    def view(self) -> Tensor:
         return _slice(self.parameter, self.axis, self.piece)
 
 
-_saved: WeakKeyDictionary[Optimizer, list[_SavedSlice]] = WeakKeyDictionary()
+_slices: WeakKeyDictionary[Optimizer, list[_SavedSlice]] = WeakKeyDictionary()
 _without_copies: WeakSet[Optimizer] = WeakSet()
 
 
 @torch.no_grad()
 def save_slices(optimizer: Optimizer) -> None:
     """Save the slices whose step will be rescaled, before the step; refuse an optimizer whose step cannot be."""
-    saved = []
+    slices = []
     for group in optimizer.param_groups:
         for p, cuts in zip(group["params"], group.get("slices", ()), strict=False):
             decay = group["weight_decay"]
@@ -66,30 +66,30 @@ def save_slices(optimizer: Optimizer) -> None:
                 _check(optimizer, group, p, cuts, pieces)
             axis = cuts["axis"]
             for piece in pieces:
-                saved.append(_SavedSlice(group, p, axis, piece, _slice(p, axis, piece).clone()))
-    _saved.pop(optimizer, None)
-    if saved:
-        _saved[optimizer] = saved
+                slices.append(_SavedSlice(group, p, axis, piece, _slice(p, axis, piece).clone()))
+    _slices.pop(optimizer, None)
+    if slices:
+        _slices[optimizer] = slices
 
 
 @torch.no_grad()
 def rescale_slices(optimizer: Optimizer) -> None:
     """Rescale the step of every saved slice; refuse, after its first step, an optimizer whose state holds the weights."""
-    done = _saved.pop(optimizer, [])
-    if done and optimizer not in _without_copies:
-        _refuse_copies(optimizer, [item.parameter for item in done])
+    slices = _slices.pop(optimizer, [])
+    if slices and optimizer not in _without_copies:
+        _refuse_copies(optimizer, [item.parameter for item in slices])
         _without_copies.add(optimizer)
-    for item in done:
-        piece, group, now = item.piece, item.group, item.now
-        moved = torch.lerp(item.before, now, piece["factor"])
-        other = group["weight_decay"] - piece["weight_decay"]
-        if other and item.parameter.grad is not None:  # without a gradient there was no step, and no decay
-            moved += (piece["factor"] * group["lr"] * other * _stepped(optimizer, now)) * item.before
-        now.copy_(moved)
-    if done and _saved:  # an optimizer around this one would rescale the same step again
-        parameters = {id(item.parameter) for item in done}
-        for outer in list(_saved):
-            _saved[outer] = [item for item in _saved[outer] if id(item.parameter) not in parameters]
+    for item in slices:
+        piece, group, values = item.piece, item.group, item.view
+        result = torch.lerp(item.origin, values, piece["factor"])
+        decay_difference = group["weight_decay"] - piece["weight_decay"]
+        if decay_difference and item.parameter.grad is not None:  # without a gradient there was no step, and no decay
+            result += (piece["factor"] * group["lr"] * decay_difference * _stepped(optimizer, values)) * item.origin
+        values.copy_(result)
+    if slices and _slices:  # an optimizer around this one would rescale the same step again
+        parameters = {id(item.parameter) for item in slices}
+        for outer in list(_slices):
+            _slices[outer] = [item for item in _slices[outer] if id(item.parameter) not in parameters]
 
 
 def _slice(p: Any, axis: int, piece: dict[str, Any]) -> Tensor:
@@ -106,8 +106,8 @@ def _slice(p: Any, axis: int, piece: dict[str, Any]) -> Tensor:
 
 def _stepped(optimizer: Optimizer, like: Tensor) -> Tensor | float:
     """Return 0 where a fused optimizer skipped the step itself because GradScaler found an infinity, else 1."""
-    skipped = getattr(optimizer, "found_inf", None)
-    return 1.0 if skipped is None else (skipped == 0).to(like)
+    skips = getattr(optimizer, "found_inf", None)
+    return 1.0 if skips is None else (skips == 0).to(like)
 
 
 def _refuse_copies(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -132,13 +132,13 @@ def _local(tensor: Any) -> Tensor:
 def _check(
     optimizer: Optimizer, group: dict[str, Any], p: nn.Parameter, cuts: dict[str, Any], pieces: list[dict[str, Any]]
 ) -> None:
-    who = type(optimizer).__name__
+    name = type(optimizer).__name__
     if isinstance(optimizer, _NOT_LINEAR):
         raise InputError(
-            f"blockwise_lr: the step of {who} is not linear in its rate, so that slices of a fused tensor cannot have their own; "
-            "use AdamW, Lion or SGD, or split the tensor."
+            f"blockwise_lr: the step of {name} is not linear in its rate, so that slices of a fused tensor cannot have their "
+            "own; use AdamW, Lion or SGD, or split the tensor."
         )
-    if list(p.shape) != list(cuts["shape"]) or not all(type(x).__name__ in _FOUND for x in getattr(p, "placements", ())):
+    if list(p.shape) != list(cuts["shape"]) or not all(type(x).__name__ in _CONSECUTIVE for x in getattr(p, "placements", ())):
         raise InputError(
             f"blockwise_lr: a fused tensor of {group['block_type']} is now a {type(p).__name__} of shape {tuple(p.shape)}, "
             f"{getattr(p, 'placements', 'not sharded')}; expected {tuple(cuts['shape'])}, whole or as a DTensor (FSDP2) in plain "
@@ -147,7 +147,7 @@ def _check(
     in_gradient = isinstance(optimizer, _DECAY_IN_GRADIENT) or group.get("decoupled_weight_decay") is False
     if in_gradient and any(piece["weight_decay"] != group["weight_decay"] for piece in pieces):
         raise InputError(
-            f"blockwise_lr: the slices of a fused tensor of {group['block_type']} have different weight decays, and {who} adds "
+            f"blockwise_lr: the slices of a fused tensor of {group['block_type']} have different weight decays, and {name} adds "
             "the decay to the gradient of the whole tensor; use couple_decay=True and one decay for its types, or AdamW."
         )
 
@@ -155,7 +155,7 @@ def _check(
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 NAMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The name that a parameter had when its groups were made, for the lifetime of the parameter."""
-_seen: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+_name_lists: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
 
 
 def check_names(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
@@ -165,19 +165,19 @@ def check_names(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
     they are new, which after ``load_state_dict`` they are; names of wrappers (torch.compile, DDP) do not count.
     """
     lists = [group["param_names"] for group in groups if "param_names" in group]
-    before = _seen.get(optimizer, [])
-    if len(before) == len(lists) and all(a is b for a, b in zip(before, lists, strict=True)):
+    old_lists = _name_lists.get(optimizer, [])
+    if len(old_lists) == len(lists) and all(a is b for a, b in zip(old_lists, lists, strict=True)):
         return
     for group in groups:
         for p, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            own = NAMES.get(p, name)
-            if _plain(own) != _plain(name):
+            registered_name = NAMES.get(p, name)
+            if _plain(registered_name) != _plain(name):
                 raise InputError(
                     f"blockwise_lr: the groups of {type(optimizer).__name__} say {name!r} ({group['block_type']}) where the "
-                    f"parameter is {own!r}; expected the same model in the same order; the state dict "
+                    f"parameter is {registered_name!r}; expected the same model in the same order; the state dict "
                     "that was loaded is of other groups."
                 )
-    _seen[optimizer] = lists
+    _name_lists[optimizer] = lists
 
 
 def _plain(name: str) -> str:
@@ -217,14 +217,14 @@ def check_groups(optimizer: Optimizer) -> None:
     """
     groups = blockwise_groups(optimizer)
     check_names(optimizer, groups)
-    seen = [g for g in groups if g.get("guard", "raise") != "off" and getattr(g["lr"], "is_cpu", True)]
-    if not seen:
+    checked_groups = [g for g in groups if g.get("guard", "raise") != "off" and getattr(g["lr"], "is_cpu", True)]
+    if not checked_groups:
         return
-    largest = max(seen, key=lambda g: float(g["expected_lr"]))
-    for group in seen:
-        expected = float(group["lr"]) * float(largest["expected_lr"])
-        right = float(largest["lr"]) * float(group["expected_lr"])
-        if not abs(expected - right) <= _CLOSE * max(abs(expected), abs(right)):
+    largest = max(checked_groups, key=lambda g: float(g["expected_lr"]))
+    for group in checked_groups:
+        left_side = float(group["lr"]) * float(largest["expected_lr"])
+        right_product = float(largest["lr"]) * float(group["expected_lr"])
+        if not abs(left_side - right_product) <= _CLOSE * max(abs(left_side), abs(right_product)):
             _report(optimizer, largest, group)
             return
 

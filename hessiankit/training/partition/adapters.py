@@ -18,7 +18,7 @@ _OF_OUTPUTS = ("lora_B", "lora_magnitude_vector", "ia3_l", "vera_lambda_b")
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a parameter of an adapter adapts: a weight, or a bias, of the model without adapters.
+    """Target of a parameter of an adapter: a weight, or a bias, of the model without adapters.
 
     Its kind is ``"copy"`` where it takes the place of that parameter, ``"outputs"`` where its first axis is that of the weight's
     outputs, ``"bias"`` the same of a vector that is added, and ``"other"`` where every entry acts on all outputs.
@@ -66,18 +66,18 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return _bare(model, {})
 
 
-def _bare(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    if id(module) not in known:
+def _bare(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
+    if id(module) not in twins:
         if (inner := _inside(module)) is not None:
-            known[id(module)] = _bare(inner, known)
+            twins[id(module)] = _bare(inner, twins)
         else:
-            children = {name: child and _bare(child, known) for name, child in module._modules.items()}
+            children = {name: child and _bare(child, twins) for name, child in module._modules.items()}
             twin = module
             if any(child is not module._modules[name] for name, child in children.items()):
                 twin = object.__new__(type(module))
                 twin.__dict__.update(module.__dict__, _modules=children)
-            known[id(module)] = twin
-    return known[id(module)]
+            twins[id(module)] = twin
+    return twins[id(module)]
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
@@ -87,8 +87,8 @@ def _inside(module: nn.Module) -> nn.Module | None:
     if isinstance(copies := module._modules.get("modules_to_save"), nn.ModuleDict):
         active = next((name for name in getattr(module, "active_adapters", ()) if name in copies), next(iter(copies), None))
         return copies[active] if active is not None else module.get_submodule("original_module")
-    held = (module._modules.get(name) for name in ("base_layer", "token_adapter"))
-    return next((inner for inner in held if inner is not None), None)
+    layers = (module._modules.get(name) for name in ("base_layer", "token_adapter"))
+    return next((inner for inner in layers if inner is not None), None)
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, Adapted]:
@@ -98,10 +98,10 @@ def adapted_parameters(model: nn.Module) -> dict[str, Adapted]:
         if (inner := _inside(module)) is None:
             continue
         base = without_adapters(inner)
-        own = {id(p) for p in inner.parameters()}
+        base_ids = {id(p) for p in inner.parameters()}
         for name, p in module.named_parameters():
-            if id(p) not in own and (adapted := _of_parameter(name, module, base)) is not None:
-                targets.setdefault(child_path(path, name), adapted)
+            if id(p) not in base_ids and (target := _of_parameter(name, module, base)) is not None:
+                targets.setdefault(child_path(path, name), target)
     return targets
 
 

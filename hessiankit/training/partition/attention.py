@@ -26,14 +26,14 @@ class AttentionUnit:
     roles: dict[int, list[Finding]] = field(default_factory=dict)  # by the parameter's id
 
 
-def attention_units(model: nn.Module, fused: dict[str, dict[int, list[Finding]]]) -> list[AttentionUnit]:
+def attention_units(model: nn.Module, findings_by_module: dict[str, dict[int, list[Finding]]]) -> list[AttentionUnit]:
     """Return every attention of a model, recognised by module types, attributes, sizes and names of children."""
     units = []
     for path, module in model.named_modules():
         if isinstance(module, Attention):  # hessiankit's own, whose parameters say it themselves
             units.append(AttentionUnit(path, path, "Attention"))
             continue
-        unit = AttentionUnit(path, path, type(module).__name__, dict(fused.get(path, {})))
+        unit = AttentionUnit(path, path, type(module).__name__, dict(findings_by_module.get(path, {})))
         for child, layer in module.named_children():
             role = ROLE_OF.get(child.lower())
             if role is not None and not is_norm(layer):
@@ -42,8 +42,8 @@ def attention_units(model: nn.Module, fused: dict[str, dict[int, list[Finding]]]
         _add_thirds(unit, module)
         if isinstance(module, nn.MultiheadAttention):
             _add_torch(unit, module)
-        seen = {finding.role.removesuffix(" bias") for findings in unit.roles.values() for finding in findings}
-        if {"query", "key"} <= seen or {"key", "value"} <= seen:
+        roles = {finding.role.removesuffix(" bias") for findings in unit.roles.values() for finding in findings}
+        if {"query", "key"} <= roles or {"key", "value"} <= roles:
             _add_output(unit, model, module)
             units.append(unit)
     return units
@@ -55,17 +55,17 @@ def fused_findings(model: nn.Module) -> dict[str, dict[int, list[Finding]]]:
     for one in fused_slices(model):
         role = one.role.replace("_", " ")
         reason = f"slice of {one.parameter.removeprefix(one.owner + '.')} of {type(model.get_submodule(one.owner)).__name__}"
-        named = f"{role} bias" if one.kind == "bias" else role
-        finding = Finding(TYPE_OF_ROLE[role], named, reason, one.axis, one.merged)
+        role_name = f"{role} bias" if one.kind == "bias" else role
+        finding = Finding(TYPE_OF_ROLE[role], role_name, reason, one.axis, one.merged)
         findings.setdefault(one.owner, {}).setdefault(id(model.get_parameter(one.parameter)), []).append(finding)
     return findings
 
 
 def _add(unit: AttentionUnit, layer: nn.Module, role: str, reason: str) -> None:
     for leaf, p in layer.named_parameters(recurse=False):
-        named = f"{role} bias" if p.ndim < 2 else role
+        role_name = f"{role} bias" if p.ndim < 2 else role
         if leaf in ("weight", "bias"):
-            unit.roles.setdefault(id(p), [Finding(TYPE_OF_ROLE[role], named, reason)])
+            unit.roles.setdefault(id(p), [Finding(TYPE_OF_ROLE[role], role_name, reason)])
 
 
 def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
@@ -84,10 +84,10 @@ def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
 
 def _add_torch(unit: AttentionUnit, module: nn.MultiheadAttention) -> None:
     weights = {f"{role[0]}_proj_weight": (role, role) for role in ("query", "key", "value")}
-    learned = {f"bias_{role[0]}": (role, f"learned {role}") for role in ("key", "value")}
-    for leaf, (role, said) in (weights | learned).items():
+    biases = {f"bias_{role[0]}": (role, f"learned {role}") for role in ("key", "value")}
+    for leaf, (role, role_name) in (weights | biases).items():
         if isinstance(p := getattr(module, leaf), Tensor):
-            unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], said, f"{leaf} of nn.MultiheadAttention")]
+            unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], role_name, f"{leaf} of nn.MultiheadAttention")]
     _add(unit, module.out_proj, "output", "out_proj of nn.MultiheadAttention")
 
 
@@ -95,16 +95,16 @@ def _add_output(unit: AttentionUnit, model: nn.Module, module: nn.Module) -> Non
     """Find the output layer: the one linear map left in the module, else in its nearest ancestor that has one."""
     while True:
         maps = list(_linear_maps(unit, module))
-        named = [(child, layer) for child, layer in maps if set(child.lower().split(".")) & _OUTPUTS]
-        for child, layer in named if len(maps) > 1 else maps:
+        output_maps = [(child, layer) for child, layer in maps if set(child.lower().split(".")) & _OUTPUTS]
+        for child, layer in output_maps if len(maps) > 1 else maps:
             _add(unit, layer, "output", f"{child} of {type(module).__name__}, which holds the attention")
         if maps or not unit.root:
             return
-        above = unit.root.rpartition(".")[0]
-        parent = model.get_submodule(above)
+        parent_path = unit.root.rpartition(".")[0]
+        parent = model.get_submodule(parent_path)
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) or len(list(_linear_maps(unit, parent))) > 1:
             return  # a list of blocks, or a whole block: its other layers are not attention's
-        unit.root, module = above, parent
+        unit.root, module = parent_path, parent
 
 
 def _linear_maps(unit: AttentionUnit, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

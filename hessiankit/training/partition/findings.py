@@ -82,11 +82,11 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
     >>> {name: [o.name for o in places] for name, places in owners(nn.Sequential(first, second)).items()}
     {'0.weight': ['0.weight', '1.weight']}
     """
-    listed = {id(p): name for name, p in model.named_parameters()}
-    owners_of: dict[str, list[Owner]] = {name: [] for name in listed.values()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    owners_of: dict[str, list[Owner]] = {name: [] for name in names.values()}
     for path, module in model.named_modules():
         for leaf, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners_of[listed[id(p)]].append(Owner(path, module, leaf))
+            owners_of[names[id(p)]].append(Owner(path, module, leaf))
     return owners_of
 
 
@@ -126,8 +126,8 @@ def uncovered_segments(findings: list[Finding], p: Tensor) -> tuple[tuple[int, i
     if findings[0].axis is None:
         return ()
     free = torch.ones(p.shape[findings[0].axis], dtype=torch.bool, device="cpu")
-    for first, after in chain.from_iterable(f.segments for f in findings):
-        free[first:after] = False
+    for first, stop in chain.from_iterable(f.segments for f in findings):
+        free[first:stop] = False
     return tuple(segments_of(free))
 
 
@@ -135,7 +135,7 @@ CONFLICT, UNKNOWN = "!", "?"
 """Types of a part for which the modules and the flow of data contradict each other, and of one that is not recognised."""
 
 
-def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list[Finding]:
+def merged(inferences: list[Finding], structural: list[Finding], p: Tensor) -> list[Finding]:
     """Return the findings of the flow of data where there are any, completed by those of the modules.
 
     A certain finding of the modules precedes an inference of the flow. Two certain ones must have one type wherever they overlap;
@@ -146,19 +146,19 @@ def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list
     >>> merged([scale], [norm], torch.ones(2))[0].reason
     'by its module Norm (LayerNorm), by the flow of data FFN (...)'
     """
-    if not flowing:
+    if not inferences:
         return structural
-    if structural and {f.type for f in structural + flowing} == {"Emb", "Head"}:  # of one parameter: it is tied
-        return structural if len(structural) > 1 else [*structural, *(f for f in flowing if f.type != structural[0].type)]
+    if structural and {f.type for f in structural + inferences} == {"Emb", "Head"}:  # of one parameter: it is tied
+        return structural if len(structural) > 1 else [*structural, *(f for f in inferences if f.type != structural[0].type)]
     if not structural or not structural[0].certain:
-        return _whole(flowing, structural, p)
-    if not flowing[0].certain:
+        return _whole(inferences, structural, p)
+    if not inferences[0].certain:
         return structural
-    for one, other in product(structural, [f for f in flowing if f.certain]):
-        if one.type != other.type and _overlap(one, other):
-            said = other.reason.removeprefix("flow: ")
-            both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({said})"
-            return [Finding(CONFLICT, one.role, both)]
+    for one, rival in product(structural, [f for f in inferences if f.certain]):
+        if one.type != rival.type and _overlap(one, rival):
+            flow_reason = rival.reason.removeprefix("flow: ")
+            reason = f"by its module {one.type} ({one.reason}), by the flow of data {rival.type} ({flow_reason})"
+            return [Finding(CONFLICT, one.role, reason)]
     return [replace(f, reason=f"{f.reason}; the flow of data agrees") for f in structural]
 
 
@@ -172,10 +172,10 @@ def _whole(findings: list[Finding], rest: list[Finding], p: Tensor) -> list[Find
     return [*findings, Finding(UNKNOWN, "", "what the flow of data leaves of it", axis, free)]
 
 
-def _overlap(one: Finding, other: Finding) -> bool:
-    if one.axis is None or other.axis is None or one.axis != other.axis:
+def _overlap(one: Finding, rival: Finding) -> bool:
+    if one.axis is None or rival.axis is None or one.axis != rival.axis:
         return True
-    return any(a < d and c < b for a, b in one.segments for c, d in other.segments)
+    return any(a < d and c < b for a, b in one.segments for c, d in rival.segments)
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,13 @@ class Policy:
         """Return the finding that applies to a parameter that is both an embedding and a head."""
         types = {f.type for f in findings}
         if types == {"Emb", "Head"} and all(f.axis is None for f in findings):
-            chosen = next(f for f in findings if f.type == self.tied)
-            return [replace(chosen, reason=f"{chosen.reason}; tied to the {'head' if self.tied == 'Emb' else 'embedding'}")]
+            finding = next(f for f in findings if f.type == self.tied)
+            return [replace(finding, reason=f"{finding.reason}; tied to the {'head' if self.tied == 'Emb' else 'embedding'}")]
         return findings
 
-    def of_part(self, part: Part, *, after: bool) -> Part:
+    def of_part(self, part: Part, *, is_final: bool) -> Part:
         """Return a part with the type that the options for biases and final norms assign."""
-        if part.type == "Norm" and after:
+        if part.type == "Norm" and is_final:
             role = part.role if part.role.startswith("final ") else f"final {part.role}"
             return replace(part, type=self.final_norm, role=role)
         is_bias = part.role.endswith(" bias") and part.role not in ("norm bias", "relative position bias")
@@ -217,26 +217,26 @@ def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tupl
     >>> override([part], {r"^a\\.": "VO"})[0].type
     'VO'
     """
-    compiled, overrides = dict[str, re.Pattern[str]](), overrides or {}
+    expressions, overrides = dict[str, re.Pattern[str]](), overrides or {}
     for pattern, block_type in overrides.items():
         if block_type not in TYPES:
             raise InputError(f"model_parts: overrides[{pattern!r}] is {block_type!r}; expected one of {', '.join(TYPES)}")
         try:
-            compiled[pattern] = re.compile(pattern)
+            expressions[pattern] = re.compile(pattern)
         except (re.error, TypeError) as error:
             raise InputError(f"model_parts: override {pattern!r} is no regular expression ({error})") from error
-    unused = set(compiled)
+    unmatched = set(expressions)
     result = []
     for part in parts:
-        hits = [pattern for pattern, rule in compiled.items() if rule.search(part.name) or rule.search(part.parameter)]
-        unused -= set(hits)
+        hits = [pattern for pattern, rule in expressions.items() if rule.search(part.name) or rule.search(part.parameter)]
+        unmatched -= set(hits)
         types = {overrides[pattern] for pattern in hits}
         if len(types) > 1:
             patterns = ", ".join(f"{pattern!r}: {overrides[pattern]!r}" for pattern in hits)
             raise InputError(f"model_parts: overrides give {part.name!r} different types ({patterns}); make them exclusive")
         result.append(replace(part, type=types.pop(), reason=f"override {hits[0]!r}") if hits else part)
-    if unused:
-        missed = ", ".join(repr(pattern) for pattern in overrides if pattern in unused)
+    if unmatched:
+        missed = ", ".join(repr(pattern) for pattern in overrides if pattern in unmatched)
         raise InputError(
             f"model_parts: override {missed} matches no part; expected a regular expression found in a parameter's name"
         )

@@ -64,7 +64,7 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
         ) from error
     reader = _FlowFindings(run)
     findings = {name: list(reader.of(name, p)) for name, p in parameters.items()}
-    return {name: said for name, said in findings.items() if said}
+    return {name: entries for name, entries in findings.items() if entries}
 
 
 def _main_output(outputs: Any) -> Tensor:
@@ -104,21 +104,21 @@ class _FlowFindings:
         yield from self._of_product(name, p, " bias" if is_bias and not is_weight else "")
 
     def _of_product(self, name: str, p: Tensor, suffix: str) -> Iterator[Finding]:
-        sliced = list(_slices(p, self.run.masks.get(name, {}), suffix))
-        yield from sliced
-        rest = uncovered_segments(sliced, p)
+        slices = list(_slices(p, self.run.masks.get(name, {}), suffix))
+        yield from slices
+        rest = uncovered_segments(slices, p)
         if not rest:
             return
-        axis = sliced[0].axis if sliced else None
-        mine = {n for n, m in self.run.multiplications.items() if name in m.weight} | self.run.biases.get(name, set())
-        said = [of_one for n in sorted(mine) if (of_one := self._of_multiplication(n)) is not None]
-        types = {block_type for block_type, *_ in said}
+        axis = slices[0].axis if slices else None
+        numbers = {n for n, m in self.run.multiplications.items() if name in m.weight} | self.run.biases.get(name, set())
+        results = [of_one for n in sorted(numbers) if (of_one := self._of_multiplication(n)) is not None]
+        types = {block_type for block_type, *_ in results}
         if len(types) == 1:
-            block_type, role, why, certain = said[0]
+            block_type, role, why, certain = results[0]
             yield Finding(block_type, role + suffix, f"flow: {why}", axis, () if axis is None else rest, certain)
         elif types and suffix:
-            both = f"flow: it is added to a sum of {' and '.join(sorted(types))}"
-            yield Finding(UNKNOWN, "bias", both, axis, () if axis is None else rest, certain=False)
+            reason = f"flow: it is added to a sum of {' and '.join(sorted(types))}"
+            yield Finding(UNKNOWN, "bias", reason, axis, () if axis is None else rest, certain=False)
 
     def _of_multiplication(self, number: int) -> tuple[str, str, str, bool] | None:
         """Return type, role, reason and certainty of a gain, or of a multiplication that makes no queries, keys or values."""
@@ -134,7 +134,7 @@ class _FlowFindings:
             return "Other", "attention gate", "what it makes multiplies attention's output entry by entry", False
         if number in run.output.sources and number not in run.residual:
             return "Head", "head", "the model's output comes from it, through no other weight or sum", False
-        if number in run.residual and not m.read.weighted and number not in run.product_factors:
+        if number in run.residual and not m.read.has_weight and number not in run.product_factors:
             return "Emb", "input map", "it reads the inputs and begins the residual", False
         if self._is_down(number):
             return "FFN", "down", "its output goes to the residual, its input comes from another weight", False
@@ -163,8 +163,8 @@ def _slices(p: Tensor, masks: dict[str, Tensor], suffix: str) -> Iterator[Findin
         return
     for axis in range(p.ndim):
         lines = {role: _along(mask, axis) for role, mask in masks.items()}
-        covered = torch.stack(list(lines.values())).sum(0)
-        if int(covered.max()) <= 1 and (len(lines) > 1 or not bool(covered.bool().all())):
+        counts = torch.stack(list(lines.values())).sum(0)
+        if int(counts.max()) <= 1 and (len(lines) > 1 or not bool(counts.bool().all())):
             for role, line in lines.items():
                 why = f"flow: {_ATTENTION[role]}"
                 yield Finding(TYPE_OF_ROLE[role], role + suffix, why, axis, tuple(segments_of(line)))

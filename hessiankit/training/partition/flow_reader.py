@@ -86,7 +86,7 @@ class Rank(IntEnum):
 
     CONSTANT = 0
     WEIGHT = 1
-    CHOSEN = 2
+    ROWS = 2
     DATA = 3
 
 
@@ -102,12 +102,12 @@ class FlowValue:
     probs: Ids = frozenset()  # softmaxes of such scores that it comes from
     context: Ids = frozenset()  # applications of attention whose output it is part of
     summands: frozenset[Summand] = frozenset()  # what it is the sum of, up to reshaping and constant factors
-    weighted: bool = False  # whether any multiplication by a weight precedes it
+    has_weight: bool = False  # whether any multiplication by a weight precedes it
 
     @property
     def is_weight(self) -> bool:
-        """Whether it depends on parameters, or rows of them, alone."""
-        return self.rank in (Rank.WEIGHT, Rank.CHOSEN)
+        """Whether the tensor depends on parameters, or rows of them, alone."""
+        return self.rank in (Rank.WEIGHT, Rank.ROWS)
 
 
 def joined(values: Iterable[FlowValue]) -> FlowValue:
@@ -116,16 +116,16 @@ def joined(values: Iterable[FlowValue]) -> FlowValue:
     >>> joined([FlowValue(Rank.DATA, sources=frozenset({1})), FlowValue(Rank.DATA, sources=frozenset({2}))]).sources
     frozenset({1, 2})
     """
-    every = list(values)
-    if not every:
+    items = list(values)
+    if not items:
         return FlowValue()
-    rank = max(v.rank for v in every)
-    both = {
-        name: frozenset().union(*(getattr(v, name) for v in every))
+    rank = max(v.rank for v in items)
+    unions = {
+        name: frozenset().union(*(getattr(v, name) for v in items))
         for name in ("sources", "products", "scores", "probs", "context", "summands")
     }
-    params = frozenset().union(*(v.params for v in every)) if rank < Rank.DATA else frozenset()
-    return FlowValue(rank, params, weighted=any(v.weighted for v in every), **both)
+    params = frozenset().union(*(v.params for v in items)) if rank < Rank.DATA else frozenset()
+    return FlowValue(rank, params, has_weight=any(v.has_weight for v in items), **unions)
 
 
 @dataclass
@@ -154,38 +154,38 @@ class Run:
         self.scales: dict[str, list[FlowValue]] = defaultdict(list)  # what a parameter multiplies entry by entry
         self.factors: dict[int, Ids] = {}  # by the number of a product of activations: the multiplications that make its factors
         self.leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in parameters.items()}
-        self.known: dict[Node, Any] = {}
+        self.tensors: dict[Node, Any] = {}
         self.values: dict[Node, FlowValue] = {}
         self.operands: dict[int, tuple[Tensor, Tensor]] = {}  # factors of a product of activations, before they were cut
-        self.seen: set[int] = set()  # products that a softmax has followed
+        self.softmax_products: set[int] = set()  # products that a softmax has followed
         self.sums = Sums()
         self.vectors: dict[tuple[int, str], bool] = {}  # parameters that were added: whether every row gets the same
         self.contexts: set[int] = set()
         self.generator = torch.Generator().manual_seed(0)
         self.at: dict[int, list[Node]] = defaultdict(list)  # nodes by memory
-        remaining = iter([*self.leaves.items(), *(("", x) for x in data)])
+        leaf_values = iter([*self.leaves.items(), *(("", x) for x in data)])
         with torch.enable_grad():
             for number, node in enumerate(recording.graph.nodes):
                 if node.op == "placeholder":
-                    name, self.known[node] = next(remaining)
+                    name, self.tensors[node] = next(leaf_values)
                     weight, datum = FlowValue(Rank.WEIGHT, frozenset({name})), FlowValue(Rank.DATA, summands=summand(number))
                     self.values[node] = weight if name else datum
                 elif node.op == "get_attr":
-                    self.known[node], self.values[node] = recording.constants[str(node.target)], FlowValue()
+                    self.tensors[node], self.values[node] = recording.constants[str(node.target)], FlowValue()
                 elif node.op == "segment":
-                    inside = self._opaque(number, self._of(node.args))
-                    self.known[node], self.values[node] = recording.unseen[node].root.detach(), inside
+                    segment_value = self._opaque(number, self._of(node.args))
+                    self.tensors[node], self.values[node] = recording.unseen[node].root.detach(), segment_value
                 elif node.op == "output":
                     self.output = self._opaque(number, self._of(torch.utils._pytree.tree_leaves(node.args)))
                     continue
                 elif node.target is not torch._C._set_grad_enabled:
                     self.values[node] = self._operation(number, node)
-                if isinstance(x := self.known.get(node), Tensor):
+                if isinstance(x := self.tensors.get(node), Tensor):
                     self.at[address(x)].append(node)
         self.residual = self.sums.residual()
         self.product_factors = frozenset[int]().union(*self.factors.values())
-        for name, scaled in self.scales.items():
-            if all(self._is_head(value) for value in scaled):
+        for name, operands in self.scales.items():
+            if all(self._is_head(value) for value in operands):
                 self.uses[name].add("logit scale")
         self._assign()
 
@@ -202,99 +202,99 @@ class Run:
         name, writes = name_of(node)
         value = self._product(number, node, name) or self._attention(number, node, name) or self._other(number, node, name)
         self._run(node)
-        x = self.known[node]
+        x = self.tensors[node]
         if isinstance(x, Tensor) and not x.is_floating_point():
             value = FlowValue(value.rank)  # an index or a mask carries no provenance
         if writes:  # every view of that memory changes
-            for other in self.at.get(address(x), []) if isinstance(x, Tensor) else ():
-                self.values[other] = joined((self.values[other], value))
+            for view in self.at.get(address(x), []) if isinstance(x, Tensor) else ():
+                self.values[view] = joined((self.values[view], value))
             value = joined((value, *self._of(node.args[:1])))
         return value
 
     def _run(self, node: Node, cut: Sequence[Node] = ()) -> None:
-        if node in self.known:
+        if node in self.tensors:
             return
-        args, kwargs = map_nodes(lambda n: self.known[n].detach() if n in cut else self.known[n], (node.args, node.kwargs))
-        self.known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = map_nodes(lambda n: self.tensors[n].detach() if n in cut else self.tensors[n], (node.args, node.kwargs))
+        self.tensors[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     # -- products ----------------------------------------------------------------------------------------------------------
 
     def _product(self, number: int, node: Node, name: str) -> FlowValue | None:
-        both = factors(name, node.args)
-        if both is None or not all(isinstance(f, Node) and f in self.values for f in both[0]):
+        product = factors(name, node.args)
+        if product is None or not all(isinstance(f, Node) and f in self.values for f in product[0]):
             return None
-        (first, second), bias, ordered = both
+        (first, second), bias, is_ordered = product
         a, b = self.values[first], self.values[second]
-        if ordered and b.is_weight:
-            weight, other = second, first
+        if is_ordered and b.is_weight:
+            weight, source = second, first
         elif a.is_weight and a.rank < b.rank:
-            weight, other = first, second
+            weight, source = first, second
         elif (b.is_weight and b.rank < a.rank) or (a.is_weight and b.is_weight):
-            weight, other = second, first
+            weight, source = second, first
         elif a.rank is Rank.DATA and b.rank is Rank.DATA:
             return self._activations(number, node, first, second, bias)
         else:
             return None  # by a constant
-        return self._by_weight(number, node, weight, other, bias)
+        return self._by_weight(number, node, weight, source, bias)
 
-    def _by_weight(self, number: int, node: Node, weight: Node, other: Node, bias: Any) -> FlowValue:
-        read_from = self.values[other]
+    def _by_weight(self, number: int, node: Node, weight: Node, source: Node, bias: Any) -> FlowValue:
+        read_from = self.values[source]
         if read_from.is_weight:
             self._use(read_from, "joined")
-        chosen = self.values[weight].rank is Rank.CHOSEN
-        if chosen:
+        is_selection = self.values[weight].rank is Rank.ROWS
+        if is_selection:
             self._use(self.values[weight], "of an expert")  # not an embedding
-        expert = chosen or name_of(node)[0] == "_grouped_mm"
+        expert = is_selection or name_of(node)[0] == "_grouped_mm"
         self.multiplications[number] = Multiplication(self.values[weight].params, read_from, expert)
         self._read(read_from)
         self.sums.sources[number] = frozenset({number})
         added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
-        self._run(node, cut=[other, *([bias] if added_to.rank is Rank.DATA else [])])
-        value = FlowValue(Rank.DATA, sources=frozenset({number}), summands=summand(number), weighted=True)
-        if added_to.is_weight and all(self._fits(name, number, _is_vector(self.known[bias])) for name in added_to.params):
+        self._run(node, cut=[source, *([bias] if added_to.rank is Rank.DATA else [])])
+        value = FlowValue(Rank.DATA, sources=frozenset({number}), summands=summand(number), has_weight=True)
+        if added_to.is_weight and all(self._fits(name, number, _is_vector(self.tensors[bias])) for name in added_to.params):
             for name in added_to.params:
                 self.biases[name].add(number)
             return value
-        return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
+        return self._sum(number, [(value, self.tensors[node]), (added_to, self.tensors.get(bias))])
 
     def _activations(self, number: int, node: Node, first: Node, second: Node, bias: Any) -> FlowValue:
         a, b = self.values[first], self.values[second]
-        self.operands[number] = (self.known[first], self.known[second])
+        self.operands[number] = (self.tensors[first], self.tensors[second])
         self._run(node, cut=[first, second])
         self._read(a, b)
         one = frozenset({number})
-        value = FlowValue(Rank.DATA, products=one, summands=summand(number), weighted=a.weighted or b.weighted)
+        value = FlowValue(Rank.DATA, products=one, summands=summand(number), has_weight=a.has_weight or b.has_weight)
         if bool(a.probs) is not bool(b.probs):
-            self._mask("value", self.known[second if a.probs else first])
+            self._mask("value", self.tensors[second if a.probs else first])
             self.contexts.add(number)
             value = replace(value, context=one)
         else:
             self.factors[number] = a.sources | b.sources
             value = replace(value, products=one | a.products | b.products, scores=one | a.scores | b.scores)
         added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
-        return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
+        return self._sum(number, [(value, self.tensors[node]), (added_to, self.tensors.get(bias))])
 
     def _attention(self, number: int, node: Node, name: str) -> FlowValue | None:
         if "scaled_dot_product" in name and "attention" in name:
-            made_of: tuple[Any, ...] = node.args[:3]
-            for role, operand in zip(("query", "key", "value"), made_of, strict=True):
-                self._mask(role, self.known[operand])
+            operands: tuple[Any, ...] = node.args[:3]
+            for role, operand in zip(("query", "key", "value"), operands, strict=True):
+                self._mask(role, self.tensors[operand])
                 self._read(self.values[operand])
             for extra in self._of([*node.args[3:], *node.kwargs.values()]):
                 self._use(extra, "added to scores")
                 for _, name, _ in extra.summands:
                     self.uses[name].add("added to scores")
-            self._run(node, cut=made_of)
+            self._run(node, cut=operands)
             self.contexts.add(number)
             one = frozenset({number})
-            return FlowValue(Rank.DATA, products=one, context=one, summands=summand(number), weighted=True)
+            return FlowValue(Rank.DATA, products=one, context=one, summands=summand(number), has_weight=True)
         if name in SOFTMAX:
             scores = self.values[node.args[0]]  # type: ignore[index]
             if scores.scores:
-                for product in scores.scores - self.seen:
+                for product in scores.scores - self.softmax_products:
                     for role, operand in zip(("query", "key"), self.operands[product], strict=True):
                         self._mask(role, operand)
-                self.seen |= scores.scores
+                self.softmax_products |= scores.scores
                 self._run(node, cut=[node.args[0]])  # type: ignore[list-item]
                 value = self._opaque(number, [scores])
                 return replace(value, sources=frozenset(), scores=frozenset(), probs=frozenset({number}))
@@ -309,8 +309,8 @@ class Run:
         gradients = torch.autograd.grad(operand, [p for _, p in leaves], direction, retain_graph=True, allow_unused=True)
         for (name, _), gradient in zip(leaves, gradients, strict=True):
             if gradient is not None and bool((gradient != 0).any()):
-                before = self.masks[name].get(role)
-                self.masks[name][role] = gradient != 0 if before is None else before | (gradient != 0)
+                mask = self.masks[name].get(role)
+                self.masks[name][role] = gradient != 0 if mask is None else mask | (gradient != 0)
 
     # -- everything else ---------------------------------------------------------------------------------------------------
 
@@ -324,12 +324,12 @@ class Run:
         if name in LOOKUPS:
             table = self.values[node.args[0]]  # type: ignore[index]
             self._use(table, "lookup")
-            return replace(table, rank=Rank.CHOSEN, summands=summand(number))
+            return replace(table, rank=Rank.ROWS, summands=summand(number))
         if name in CHOICES and inputs[0].is_weight:
             if value.rank is not Rank.DATA:  # by a constant index: another arrangement of the parameter
                 return inputs[0]
             self._use(inputs[0], "chosen")
-            return replace(inputs[0], rank=Rank.CHOSEN)
+            return replace(inputs[0], rank=Rank.ROWS)
         if name in ROUTING:
             self.routers |= value.sources.union(*(self.factors.get(product, frozenset()) for product in value.products))
         if name in RESHAPING and inputs:
@@ -339,14 +339,14 @@ class Run:
         if name in SUMS:
             self._run(node)
             nodes = [n for n in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
-            return self._sum(number, [(self.values[n], self.known[n]) for n in nodes if n in self.values])
+            return self._sum(number, [(self.values[n], self.tensors[n]) for n in nodes if n in self.values])
         weights, data = [v for v in inputs if v.is_weight], [v for v in inputs if v.rank is Rank.DATA]
-        if not data and {v.rank for v in weights} >= {Rank.WEIGHT, Rank.CHOSEN}:  # rows of one table, and a whole parameter
-            data = [v for v in weights if v.rank is Rank.CHOSEN]
+        if not data and {v.rank for v in weights} >= {Rank.WEIGHT, Rank.ROWS}:  # rows of one table, and a whole parameter
+            data = [v for v in weights if v.rank is Rank.ROWS]
             weights = [v for v in weights if v.rank is Rank.WEIGHT]
         if name in SCALINGS:
             for gate in data:
-                if not gate.context and any(other.context for other in data):
+                if not gate.context and any(factor.context for factor in data):
                     self.gates |= gate.sources
         if weights and data:
             return self._with_weights(number, name, weights, data, value)
@@ -403,7 +403,7 @@ class Run:
             return value
         activations = []
         for v, x in terms:
-            if v.rank is Rank.WEIGHT or (v.rank is Rank.CHOSEN and self._of_experts(v, value.sources)):
+            if v.rank is Rank.WEIGHT or (v.rank is Rank.ROWS and self._of_experts(v, value.sources)):
                 for name in v.params:
                     self.vectors[number, name] = _is_vector(x)
                     value = replace(value, rank=Rank.DATA, summands=value.summands | summand(number, name))
@@ -437,7 +437,7 @@ class Run:
 
     def _assign_one(self, name: str, is_vector: bool, makers: Ids) -> None:
         owners = {n for n in makers if n in self.multiplications or n in self.gains}
-        if makers & self.seen:
+        if makers & self.softmax_products:
             self.uses[name].add("added to scores")
         elif makers & self.contexts and not owners:
             self.uses[name].add("added to values")

@@ -189,23 +189,23 @@ def _codegen(heads: int, head_dim: int) -> Layout:
 
 def _latent(module: nn.Module, heads: int) -> Iterator[Fused]:
     """Multi-head latent attention: [latent][rotated key], and [head][key, value] made of the latent."""
-    rank, rotated, plain, value = (
+    rank, rotary, plain, value = (
         _own(module, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
-    if heads and rank and rotated and plain and value:
+    if heads and rank and rotary and plain and value:
         yield from _of_linear(getattr(module, "kv_b_proj", None), _layout([("key", plain), ("value", value)] * heads))
-        both = _layout([("latent", rank), ("shared_key", rotated)])
-        yield from _of_linear(getattr(module, "kv_a_proj_with_mqa", None), both)
+        layout = _layout([("latent", rank), ("shared_key", rotary)])
+        yield from _of_linear(getattr(module, "kv_a_proj_with_mqa", None), layout)
 
 
 def _gate_up(module: nn.Module) -> Iterator[Fused]:
-    fused, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    weight, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if isinstance(down, nn.Linear):
-        yield from _of_linear(fused, _layout([("gate", down.in_features), ("up", down.in_features)]))
-    elif isinstance(fused, Tensor) and isinstance(down, Tensor) and fused.ndim == down.ndim == 3:
+        yield from _of_linear(weight, _layout([("gate", down.in_features), ("up", down.in_features)]))
+    elif isinstance(weight, Tensor) and isinstance(down, Tensor) and weight.ndim == down.ndim == 3:
         experts, rows, width = down.shape
-        if fused.shape == (experts, 2 * width, rows):  # (experts, in, out), as in GPT-OSS, interleaves them
-            yield from _of_parameter(fused, "weight", 1, _layout([("gate", width), ("up", width)]))
+        if weight.shape == (experts, 2 * width, rows):  # (experts, in, out), as in GPT-OSS, interleaves them
+            yield from _of_parameter(weight, "weight", 1, _layout([("gate", width), ("up", width)]))
 
 
 def _separate(module: nn.Module) -> Iterator[Fused]:
@@ -252,7 +252,7 @@ def _of_both(weight: object, bias: object, layout: Layout, axis: int = 0) -> Ite
 
 def _of_parameter(parameter: object, kind: str, axis: int, layout: Layout) -> Iterator[Fused]:
     """Yield the parameter if the layout covers the axis exactly."""
-    ends = [after for segments in layout.values() for _, after in segments]
+    ends = [stop for segments in layout.values() for _, stop in segments]
     if isinstance(parameter, Tensor) and ends and parameter.ndim > axis and parameter.shape[axis] == max(ends):
         yield parameter, kind, axis, layout
 
@@ -270,8 +270,8 @@ def _own(module: object, names: tuple[str, ...]) -> int:
 
 
 def _count(module: nn.Module, names: tuple[str, ...]) -> int:
-    """The same, with the module's ``config`` asked next: Hugging Face keeps some sizes only there."""
-    if own := _own(module, names):
-        return own
+    """Return :func:`_own` of the module, else of its ``config``: Hugging Face keeps some sizes only there."""
+    if count := _own(module, names):
+        return count
     config = getattr(module, "config", None)
     return 0 if config is None or isinstance(config, nn.Module) else _own(config, names)

@@ -48,11 +48,11 @@ def is_norm(module: nn.Module) -> bool:
     rows = _rows_of(module)
     if rows is None:
         return False
-    once, scaled, turned = (_forward(module, x) for x in (2 * rows, 32 * rows, -2 * rows))
-    if once is None or scaled is None or turned is None:
+    base, scale_output, negative_output = (_forward(module, x) for x in (2 * rows, 32 * rows, -2 * rows))
+    if base is None or scale_output is None or negative_output is None:
         return False
-    same = (once - scaled).abs().max() <= 1e-2 * once.abs().max()
-    return bool(same) and bool((once - turned).abs().max() > 0)  # not a constant
+    is_invariant = (base - scale_output).abs().max() <= 1e-2 * base.abs().max()
+    return bool(is_invariant) and bool((base - negative_output).abs().max() > 0)  # not a constant
 
 
 def is_scale(module: nn.Module) -> bool:
@@ -72,12 +72,12 @@ def is_scale(module: nn.Module) -> bool:
 
 def _rows_of(module: nn.Module) -> Tensor | None:
     """Return rows to evaluate a module on, if it has no children and its parameters are vectors of one length."""
-    own = list(module.parameters())
-    if not own or next(module.children(), None) is not None or own[0].is_meta or not own[0].is_floating_point():
+    vectors = list(module.parameters())
+    if not vectors or next(module.children(), None) is not None or vectors[0].is_meta or not vectors[0].is_floating_point():
         return None
-    if any(p.ndim != 1 or p.shape != own[0].shape for p in own):
+    if any(p.ndim != 1 or p.shape != vectors[0].shape for p in vectors):
         return None
-    row = torch.linspace(-1.0, 2.0, own[0].shape[0], device=own[0].device, dtype=own[0].dtype)
+    row = torch.linspace(-1.0, 2.0, vectors[0].shape[0], device=vectors[0].device, dtype=vectors[0].dtype)
     return torch.stack([row, row.square()])
 
 
@@ -131,12 +131,12 @@ def by_name(owner: Owner) -> Finding | None:
 
 def _with_biases(**roles: tuple[str, str]) -> dict[str, tuple[str, str]]:
     """Return (type, role) of weights ``W_x`` and biases ``b_x`` by the letter x."""
-    named = {f"W_{letter}": said for letter, said in roles.items()}
-    return named | {f"b_{letter}": (kind, f"{role} bias") for letter, (kind, role) in roles.items()}
+    weights = {f"W_{letter}": kind_and_role for letter, kind_and_role in roles.items()}
+    return weights | {f"b_{letter}": (kind, f"{role} bias") for letter, (kind, role) in roles.items()}
 
 
 _POSITIONS = {"P": ("Emb", "position embedding")}
-_OWN = {  # type and role of hessiankit's parameters
+_TYPES = {  # type and role of hessiankit's parameters
     Attention: _with_biases(Q=("QK", "query"), K=("QK", "key"), V=("VO", "value"), O=("VO", "output")),
     FeedForward: _with_biases(**{"1": ("FFN", "up"), "2": ("FFN", "down"), "G": ("FFN", "gate")}),
     GroupNorm: {"weight": ("Norm", "gain"), "bias": ("Norm", "norm bias")},
@@ -175,4 +175,4 @@ def own_type(owner: Owner) -> tuple[str, str] | None:
     if isinstance(module, TransformerBlock):
         scales = {f"{scale.name}_{k}" for scale in module.own_placement.scales for k in (1, 2)}
         return ("Norm", "scale") if owner.leaf in scales else None
-    return next((said.get(owner.leaf) for kind, said in _OWN.items() if isinstance(module, kind)), None)
+    return next((types.get(owner.leaf) for kind, types in _TYPES.items() if isinstance(module, kind)), None)

@@ -21,11 +21,11 @@ class Part:
     """A parameter, or the part of a fused one, that has one block type.
 
     Attributes:
-        parameter: Its name in ``model.named_parameters()``.
+        parameter: Name in ``model.named_parameters()``.
         type: One of :data:`TYPES`.
-        role: Its function: ``"query"``, ``"gate"``, ``"gain"``, ``"token embedding"``, ...
+        role: Function of the part: ``"query"``, ``"gate"``, ``"gain"``, ``"token embedding"``, ...
         layer: Index of the block, from 0; None outside the blocks.
-        reason: How this was found.
+        reason: Evidence for the type.
         size: Number of entries.
         axis: Axis of the parameter that ``segments`` cut; None for the whole parameter.
         segments: (first, after last) along that axis.
@@ -55,7 +55,7 @@ class Part:
         """Return the views of a tensor of the parameter's shape that make up this part."""
         if self.axis is None:
             return (tensor,)
-        return tuple(tensor.narrow(self.axis, first, after - first) for first, after in self.segments)
+        return tuple(tensor.narrow(self.axis, first, stop - first) for first, stop in self.segments)
 
     def squared_norm(self, tensor: Tensor) -> Tensor:
         """Return the sum of the squared entries of this part of a tensor, in double precision, as a tensor ()."""
@@ -69,7 +69,7 @@ class Part:
 
 def indexed(parameter: str, axis: int, segments: Iterable[tuple[int, int]]) -> str:
     """Return a parameter's name with the index of some segments along an axis, as ``params=`` takes it."""
-    return f"{parameter}[{'; '.join(':, ' * axis + f'{first}:{after}' for first, after in segments)}]"
+    return f"{parameter}[{'; '.join(':, ' * axis + f'{first}:{stop}' for first, stop in segments)}]"
 
 
 class BlockTypes(Printed, dict[str, str]):

@@ -50,8 +50,8 @@ class Layers:
         if not self.paths or self.index(path) is not None:
             return False
         parent, _, leaf = path.rpartition(".")
-        mine = [self.order[block] for block in self.paths if is_within(block, parent)]
-        ends_stack = bool(mine) and max(mine) < self.order[path]
+        places = [self.order[block] for block in self.paths if is_within(block, parent)]
+        ends_stack = bool(places) and max(places) < self.order[path]
         return self.is_after(path) or ends_stack or "final" in leaf or leaf.endswith("_f")
 
 
@@ -80,12 +80,12 @@ def find_layers(model: nn.Module, units: list[AttentionUnit]) -> Layers:
 
 
 def _is_block(path: str, module: nn.Module, units: list[AttentionUnit], complete: bool) -> bool:
-    inside = [unit for unit in units if is_within(unit.path, path)]
-    if not inside or not complete:
-        return bool(inside)
+    nested = [unit for unit in units if is_within(unit.path, path)]
+    if not nested or not complete:
+        return bool(nested)
     # the feed-forward layers lie outside the attention
-    outside = [layer for at, layer in module.named_modules(prefix=path) if not any(is_within(at, u.root) for u in inside)]
-    return any(is_linear(layer) or any(p.ndim >= 2 for p in layer.parameters(recurse=False)) for layer in outside)
+    rest = [layer for at, layer in module.named_modules(prefix=path) if not any(is_within(at, u.root) for u in nested)]
+    return any(is_linear(layer) or any(p.ndim >= 2 for p in layer.parameters(recurse=False)) for layer in rest)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts", "n_experts")
@@ -96,50 +96,50 @@ def structure(model: nn.Module, places: dict[str, list[Owner]]) -> tuple[Layers,
 
     >>> from hessiankit.training.partition.findings import owners
     >>> layer = nn.TransformerEncoderLayer(4, 2, 6)
-    >>> _, found = structure(layer, owners(layer))
-    >>> [(f.type, f.role, f.segments) for f in found["self_attn.in_proj_bias"]][1:]
+    >>> _, findings = structure(layer, owners(layer))
+    >>> [(f.type, f.role, f.segments) for f in findings["self_attn.in_proj_bias"]][1:]
     [('QK', 'key bias', ((4, 8),)), ('VO', 'value bias', ((8, 12),))]
     """
-    fused = fused_findings(model)
-    units = attention_units(model, fused)
+    slices = fused_findings(model)
+    units = attention_units(model, slices)
     layers = find_layers(model, units)
-    reader = _PlaceReader(model, units, layers, fused)
+    reader = _PlaceReader(model, units, layers, slices)
     findings: dict[str, list[Finding]] = {}
     for name, parameter in model.named_parameters():
-        said = [reader.of(owner, parameter) for owner in places[name]]
-        findings[name] = _of_ties([found for found in said if found])
+        per_owner = [reader.of(owner, parameter) for owner in places[name]]
+        findings[name] = _of_ties([findings_of_owner for findings_of_owner in per_owner if findings_of_owner])
     return layers, findings
 
 
-def _of_ties(said: list[list[Finding]]) -> list[Finding]:
+def _of_ties(per_owner: list[list[Finding]]) -> list[Finding]:
     """Return the findings of all owners of one parameter: all of them where they differ, for the policy to choose."""
-    if len({f.type for found in said for f in found if f.axis is None}) > 1:
-        return [f for found in said for f in found]
-    return next((found for found in said if any(f.certain for f in found)), said[0] if said else [])
+    if len({f.type for findings in per_owner for f in findings if f.axis is None}) > 1:
+        return [f for findings in per_owner for f in findings]
+    return next((findings for findings in per_owner if any(f.certain for f in findings)), per_owner[0] if per_owner else [])
 
 
 class _PlaceReader:
     """Findings on a parameter through one of its owners."""
 
     def __init__(
-        self, model: nn.Module, units: list[AttentionUnit], layers: Layers, fused: dict[str, dict[int, list[Finding]]]
+        self, model: nn.Module, units: list[AttentionUnit], layers: Layers, slices: dict[str, dict[int, list[Finding]]]
     ) -> None:
         self.model, self.units, self.layers = model, units, layers
         self.norms = {path for path, module in model.named_modules() if is_norm(module)}
         roles = {path: untyped_role(module) for path, module in model.named_modules()}
         self.untyped = {path: role for path, role in roles.items() if role is not None}
-        self.alone = not layers.paths and bool(units)  # the model is a block by itself
+        self.is_block = not layers.paths and bool(units)  # the model is a block by itself
         self.head = _output_embedding(model)
         self.width = _width(model, layers)
         self.usual = self._usual()
-        self.known = {i: said for path, roles in fused.items() for i, said in roles.items() if said[0].type == "FFN"}
+        self.findings = {i: entry for path, roles in slices.items() for i, entry in roles.items() if entry[0].type == "FFN"}
         for unit in reversed(units):  # of nested ones, the outer first
-            self.known |= unit.roles
+            self.findings |= unit.roles
 
     def of(self, owner: Owner, p: Tensor) -> list[Finding]:
         module, kind = owner.module, type(owner.module).__name__
-        if (own := own_type(owner)) is not None:
-            return [Finding(*own, f"{owner.leaf} of hessiankit's {kind}")]
+        if (hessiankit_type := own_type(owner)) is not None:
+            return [Finding(*hessiankit_type, f"{owner.leaf} of hessiankit's {kind}")]
         if is_lookup(module):
             return [Finding("Emb", _lookup_role(owner), kind)]
         if owner.path in self.norms:
@@ -151,11 +151,11 @@ class _PlaceReader:
             return [Finding("Norm", "scale", f"vector of {kind}", certain=False)]
         if role is not None:
             return [Finding("Other", _role(role, owner), f"{kind} in {role}")]
-        if id(p) in self.known:
-            return self.known[id(p)]
+        if id(p) in self.findings:
+            return self.findings[id(p)]
         if module is self.head:
             return [Finding("Head", _role("head", owner), "get_output_embeddings()")]
-        if self.layers.index(owner.path) is not None or self.alone:
+        if self.layers.index(owner.path) is not None or self.is_block:
             return list(self._in_block(owner, p))
         if self.layers.paths and is_linear(module) and not self._in_other_stack(owner.path):
             block_type, role, where = self._outside(owner)
@@ -164,12 +164,12 @@ class _PlaceReader:
 
     def _outside(self, owner: Owner) -> tuple[str, str, str]:
         """Return type, role and reason of a linear map outside the blocks."""
-        out, into, *_ = owner.module.get_parameter("weight").shape
+        outputs, inputs, *_ = owner.module.get_parameter("weight").shape
         if self.layers.is_after(owner.path):
             return "Head", "head", "after the blocks"
         if not self.layers.is_before(owner.path):
             return "Other", "map between blocks", "between blocks"
-        if into == self.width != out:  # made before the blocks, and called after them
+        if inputs == self.width != outputs:  # made before the blocks, and called after them
             return "Head", "head", "outside the blocks, from the model's width"
         return "Emb", "input map", "before the blocks"
 
@@ -177,24 +177,24 @@ class _PlaceReader:
         """Whether a module lies in one of several siblings of a class without a recognised block."""
         while path:
             element, path = path, path.rpartition(".")[0]
-            above = self.model.get_submodule(path)
-            if isinstance(above, (nn.ModuleList, nn.Sequential)) and not any(is_within(b, element) for b in self.layers.paths):
+            parent = self.model.get_submodule(path)
+            if isinstance(parent, (nn.ModuleList, nn.Sequential)) and not any(is_within(b, element) for b in self.layers.paths):
                 kind = type(self.model.get_submodule(element))
-                several = sum(type(child) is kind for child in above.children()) > 1
-                if several and next(self.model.get_submodule(element).children(), None) is not None:
+                has_siblings = sum(type(child) is kind for child in parent.children()) > 1
+                if has_siblings and next(self.model.get_submodule(element).children(), None) is not None:
                     return True
         return False
 
     def _in_block(self, owner: Owner, p: Tensor) -> Iterator[Finding]:
         if any(is_within(owner.path, unit.root) for unit in self.units):
             return  # an unrecognised parameter of an attention
-        if not self.alone and self._limb(owner.path) not in self.usual:
+        if not self.is_block and self._limb(owner.path) not in self.usual:
             return  # a child that blocks with a recognised attention do not have: possibly another mixer
         kind = type(owner.module).__name__
         if is_linear(owner.module) and self._is_router(owner):
             yield Finding("Other", _role("router", owner), f"{kind} with one output for each expert")
-        elif not is_linear(owner.module) and (named := by_name(owner)) is not None and named.type != "FFN":
-            yield named
+        elif not is_linear(owner.module) and (finding := by_name(owner)) is not None and finding.type != "FFN":
+            yield finding
         elif is_linear(owner.module) or p.ndim >= 2:
             yield Finding("FFN", _role("feed-forward", owner), f"{kind} of a block, outside its attention", certain=False)
 
@@ -210,8 +210,8 @@ class _PlaceReader:
         children = set()
         for block in self.layers.paths:
             if any(is_within(unit.path, block) for unit in self.units):
-                within = (f"{block}.{child}" for child, _ in self.model.get_submodule(block).named_children())
-                children |= {self._limb(at) for at in (block, *within)}
+                paths = (f"{block}.{child}" for child, _ in self.model.get_submodule(block).named_children())
+                children |= {self._limb(at) for at in (block, *paths)}
         return children
 
     def _is_router(self, owner: Owner) -> bool:

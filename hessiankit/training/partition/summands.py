@@ -64,29 +64,29 @@ class Sums:
             for one in members:
                 sources[places(one)] |= frozenset() if one[1] else self.sources.get(one[0], frozenset())
             if len(sources) > 1:
-                times = Counter(number for own in sources.values() for number in own)
+                times = Counter(number for numbers in sources.values() for number in numbers)
                 adding |= {number for number, n in times.items() if n == 1}
         return adding
 
     def makers(self, members: Iterable[Summand]) -> Ids:
         """Return the operations whose results some summands consist of: themselves, or what they are concatenated from."""
-        results, waiting = set[int](), list(members)
-        while waiting:
-            number, name, _ = waiting.pop()
+        results, queue = set[int](), list(members)
+        while queue:
+            number, name, _ = queue.pop()
             if not name and number not in results:
                 results.add(number)
-                waiting += self.joins.get(number, ())
+                queue += self.joins.get(number, ())
         return frozenset(results)
 
     def _places(self) -> Callable[[Summand], Ids]:
         """Return a function that numbers the sums that a summand is in, as it is or before it was sliced."""
-        where: dict[tuple[int, str], dict[Ids, set[int]]] = defaultdict(lambda: defaultdict(set))
+        sums_of: dict[tuple[int, str], dict[Ids, set[int]]] = defaultdict(lambda: defaultdict(set))
         for k, members in enumerate(self._read):
             for number, name, cuts in members:
-                where[number, name][cuts].add(k)
+                sums_of[number, name][cuts].add(k)
 
         @cache
         def places(one: Summand) -> Ids:
-            return frozenset().union(*(held for cuts, held in where[one[:2]].items() if cuts <= one[2]))
+            return frozenset().union(*(sums for cuts, sums in sums_of[one[:2]].items() if cuts <= one[2]))
 
         return places

@@ -88,45 +88,45 @@ def _typed(model: nn.Module, inputs: Any, policy: Policy, overrides: Mapping[str
     bare = without_adapters(model)
     places = owners(bare)
     layers, findings = structure(bare, places)
-    flowing = flow(model, inputs) if inputs is not None else {}
-    flows = {id(p): flowing[name] for name, p in model.named_parameters() if name in flowing}
+    by_parameter = flow(model, inputs) if inputs is not None else {}
+    flows = {id(p): by_parameter[name] for name, p in model.named_parameters() if name in by_parameter}
     plain = {id(p): name for name, p in bare.named_parameters()}
-    adapted = adapted_parameters(model)
+    adapters = adapted_parameters(model)
 
     def found_of(p: Tensor) -> tuple[list[Finding], str]:
         """Return the findings on a parameter of the model without adapters, and the path of the module that holds it."""
-        own, place = flows.get(id(p), []), places[plain[id(p)]][0]
-        known = [f for f in own if f.type != UNKNOWN or f.axis is not None]
-        found = policy.of_tie(merged(known, findings[plain[id(p)]], p))
-        nothing = Finding(UNKNOWN, "", type(place.module).__name__)
-        return found or [by_name(place) or next(iter(own), nothing)], place.path
+        flow_findings, place = flows.get(id(p), []), places[plain[id(p)]][0]
+        typed_findings = [f for f in flow_findings if f.type != UNKNOWN or f.axis is not None]
+        result = policy.of_tie(merged(typed_findings, findings[plain[id(p)]], p))
+        fallback = Finding(UNKNOWN, "", type(place.module).__name__)
+        return result or [by_name(place) or next(iter(flow_findings), fallback)], place.path
 
     parts: list[Part] = []
     for name, p in model.named_parameters():
         if id(p) in plain:
-            found, path = found_of(p)
-        elif name in adapted:
-            base, path = found_of(adapted[name].parameter)
-            found = adapted[name].findings(base, p)
+            part_findings, path = found_of(p)
+        elif name in adapters:
+            base, path = found_of(adapters[name].parameter)
+            part_findings = adapters[name].findings(base, p)
         else:
-            found, path = flows.get(id(p), [Finding(UNKNOWN, "", "a parameter of an adapter")]), ""
-        parts += _of_parameter(name, p, found, path, layers, policy)
+            part_findings, path = flows.get(id(p), [Finding(UNKNOWN, "", "a parameter of an adapter")]), ""
+        parts += _of_parameter(name, p, part_findings, path, layers, policy)
     return override(parts, overrides)
 
 
-def _recognised(typed: tuple[Part, ...], inputs: Any) -> tuple[Part, ...]:
+def _recognised(parts: tuple[Part, ...], inputs: Any) -> tuple[Part, ...]:
     """Return parts of which every one has a type; else raise an error."""
-    if contradicted := [part for part in typed if part.type == CONFLICT]:
-        listed = "; ".join(f"{part.name!r} is {part.reason}" for part in contradicted)
-        raise InputError(f"model_parts: modules and flow of data contradict each other: {listed}; say which with overrides=")
-    if unknown := [part for part in typed if part.type == UNKNOWN]:
-        listed = ", ".join(f"{part.name!r} ({part.reason})" for part in unknown)
-        more = "" if inputs is not None else "inputs=..., example inputs whose flow shows the types, or "
+    if conflicts := [part for part in parts if part.type == CONFLICT]:
+        text = "; ".join(f"{part.name!r} is {part.reason}" for part in conflicts)
+        raise InputError(f"model_parts: modules and flow of data contradict each other: {text}; say which with overrides=")
+    if unknowns := [part for part in parts if part.type == UNKNOWN]:
+        text = ", ".join(f"{part.name!r} ({part.reason})" for part in unknowns)
+        hint = "" if inputs is not None else "inputs=..., example inputs whose flow shows the types, or "
         raise InputError(
-            f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}} "
+            f"model_parts: not recognised: {text}; pass {hint}overrides={{regular expression: type}} "
             "to hessiankit.block_types; spectrum takes the result as by=, sharpness, blockwise_lr and Monitor its .parts"
         )
-    return typed
+    return parts
 
 
 @checked("block_types")
@@ -156,6 +156,6 @@ def _of_parameter(name: str, p: Tensor, findings: list[Finding], path: str, laye
         cut = sum(b - a for a, b in f.segments)
         size = p.numel() if f.axis is None else p.numel() // p.shape[f.axis] * cut
         part = Part(name, f.type, f.role, layers.index(path), f.reason, size, f.axis, f.segments)
-        parts.append(policy.of_part(part, after=layers.is_final(path)))
+        parts.append(policy.of_part(part, is_final=layers.is_final(path)))
     assert sum(part.size for part in parts) == p.numel(), f"the parts of {name} are not all of it"
     return parts

@@ -62,25 +62,25 @@ def micro_batches(
     """
     if micro_batch is not None and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1):
         raise InputError(f"{who}: micro_batch={micro_batch!r}; pass 1 or more sequences, or None for whole batches")
-    own = None if numbers is None else [int(number) for number in numbers]
-    if own is not None and (any(number < 0 for number in own) or len(set(own)) < len(own)):
+    row_numbers = None if numbers is None else [int(number) for number in numbers]
+    if row_numbers is not None and (any(number < 0 for number in row_numbers) or len(set(row_numbers)) < len(row_numbers)):
         raise InputError(f"{who}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence")
-    several, pairs, _ = read_data(data, target, loss, model, later=shift, trial=micro_batch)
-    cut: list[MicroBatch] = []
+    has_batches, pairs, _ = read_data(data, target, loss, model, later=shift, trial=micro_batch)
+    batches: list[MicroBatch] = []
     total = 0
     for k, (inputs, labels) in enumerate(pairs):
-        _check_target(who, f"batch {k}" if several else "the batch", inputs, labels)
+        _check_target(who, f"batch {k}" if has_batches else "the batch", inputs, labels)
         size = len(labels)
-        rows = range(total, total + size) if own is None else own[total : total + size]
+        rows = range(total, total + size) if row_numbers is None else row_numbers[total : total + size]
         total += size
-        whole = MicroBatch(with_decoder_inputs(model, inputs, labels), labels, tuple(rows))
+        batch = MicroBatch(with_decoder_inputs(model, inputs, labels), labels, tuple(rows))
         step = min(micro_batch or size, size)
-        cut += [whole] if step == size else [whole.part(slice(i, min(i + step, size))) for i in range(0, size, step)]
-    if own is not None and total != len(own):
-        raise InputError(f"{who}: numbers has {len(own)} entries and the data have {total} sequences; pass one for each")
-    if not cut:
+        batches += [batch] if step == size else [batch.part(slice(i, min(i + step, size))) for i in range(0, size, step)]
+    if row_numbers is not None and total != len(row_numbers):
+        raise InputError(f"{who}: numbers has {len(row_numbers)} entries and the data have {total} sequences; pass one for each")
+    if not batches:
         raise InputError(f"{who}: the data hold no batch; pass {FORMS}")
-    return cut
+    return batches
 
 
 def _check_target(who: str, name: str, inputs: Any, target: Any) -> None:
@@ -158,14 +158,14 @@ class BatchedLoss:
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float | None]:
         """Return the mean loss, in double precision, and the accuracy: the share of counted labels with the largest logit."""
-        loss = right = terms = 0.0
+        loss = hits = terms = 0.0
         for _, out, target in self._runs():
             loss += float(self.summed(out.double() if out.device.type != "mps" else out, target))
             terms += self.count(target)
             if self.loss == "cross_entropy":
-                right += float((out.argmax(-1) == target)[target != IGNORE_INDEX].sum())
+                hits += float((out.argmax(-1) == target)[target != IGNORE_INDEX].sum())
         self._check_terms(terms)
-        return loss / terms, right / terms if self.loss == "cross_entropy" else None
+        return loss / terms, hits / terms if self.loss == "cross_entropy" else None
 
     def gradient(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the gradient of the mean loss with respect to each parameter; zeros where it does not depend on one."""
@@ -182,9 +182,9 @@ class BatchedLoss:
     @torch.no_grad()
     def pairs(self) -> list[tuple[Any, Tensor]]:
         """Return (inputs, target laid beside the output) of each micro-batch, from one forward pass each."""
-        laid = [(batch.inputs, target) for batch, _, target in self._runs()]
-        self._check_terms(sum(self.count(target) for _, target in laid))
-        return laid
+        pairs = [(batch.inputs, target) for batch, _, target in self._runs()]
+        self._check_terms(sum(self.count(target) for _, target in pairs))
+        return pairs
 
     def _runs(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
         for batch in self.batches:
@@ -198,7 +198,7 @@ class BatchedLoss:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """As :func:`evaluation_mode`, off the fused inference path."""
+    """Evaluation mode as in :func:`evaluation_mode`, off the fused inference path."""
     with evaluation_mode(model), ordinary_path():
         check_layers(model)
         yield

@@ -37,13 +37,13 @@ class SharpnessEstimate:
 
     Attributes:
         value: The mean over the draws.
-        standard_error: From the drawing of labels alone, the data as they are; 0 where nothing is drawn, NaN for one draw.
+        standard_error: Error from the drawing of labels alone, the data as they are; 0 where nothing is drawn, NaN for one draw.
         low: Lower end of the interval for what infinitely many draws would give on the same data.
         high: Upper end.
         entries: Number of entries it is the mean of.
-        confidence: How often such an interval is to cover.
-        data_standard_error: From micro-batch to micro-batch, drawing included, as if they were a sample of what the model will
-            meet; None for a single micro-batch.
+        confidence: Probability with which such an interval is to cover.
+        data_standard_error: Error from micro-batch to micro-batch, drawing included, as if they were a sample of what the model
+            will meet; None for a single micro-batch.
     """
 
     value: float
@@ -81,17 +81,17 @@ def estimate(x: Tensor, weights: Tensor, *, entries: int, confidence: float, exa
     ``exact``: nothing was drawn, so that there is no error.
 
     >>> import torch
-    >>> found = estimate(torch.tensor([[1.0, 3.0]]).double(), torch.ones(1).double(), entries=1, confidence=0.95)
-    >>> found.value, found.standard_error
+    >>> result = estimate(torch.tensor([[1.0, 3.0]]).double(), torch.ones(1).double(), entries=1, confidence=0.95)
+    >>> result.value, result.standard_error
     (2.0, 1.0)
     """
     value = float(weights @ x.mean(1))
-    between = _between(x.mean(1), weights)
+    batch_error = _between(x.mean(1), weights)
     if exact:
-        return SharpnessEstimate(value, 0.0, value, value, entries, confidence, between)
+        return SharpnessEstimate(value, 0.0, value, value, entries, confidence, batch_error)
     variance, freedom = _variance(x, weights)
     low, high = _interval(value, variance, freedom, x.shape[1], confidence)
-    return SharpnessEstimate(value, math.sqrt(variance), low, high, entries, confidence, between)
+    return SharpnessEstimate(value, math.sqrt(variance), low, high, entries, confidence, batch_error)
 
 
 def ratio(
@@ -105,24 +105,24 @@ def ratio(
     >>> ratio(6 * ones, 2 * ones, torch.ones(1).double(), entries=1, confidence=0.95).value
     3.0
     """
-    over, under = float(weights @ top.mean(1)), float(weights @ bottom.mean(1))
-    if under == 0.0:
-        value = math.nan if over == 0.0 else math.inf
+    numerator, denominator = float(weights @ top.mean(1)), float(weights @ bottom.mean(1))
+    if denominator == 0.0:
+        value = math.nan if numerator == 0.0 else math.inf
         return SharpnessEstimate(value, math.nan, 0.0, math.inf, entries, confidence)
-    value = over / under
-    if exact or over == 0.0:
+    value = numerator / denominator
+    if exact or numerator == 0.0:
         return SharpnessEstimate(value, 0.0 if exact else math.nan, value, value, entries, confidence)
-    difference = top / over - bottom / under
+    difference = top / numerator - bottom / denominator
     variance, freedom = _variance(difference, weights)
-    between = _between(value * difference.mean(1), weights)
-    spreads = [_spread(mean, _variance(x, weights)[0]) for mean, x in ((over, top), (under, bottom))]
+    batch_error = _between(value * difference.mean(1), weights)
+    spreads = [_spread(mean, _variance(x, weights)[0]) for mean, x in ((numerator, top), (denominator, bottom))]
     if math.isnan(variance) or math.isinf(max(spreads)):
-        whole = (math.nan, math.nan) if math.isnan(variance) else (0.0, math.inf)
-        return SharpnessEstimate(value, value * math.sqrt(variance), *whole, entries, confidence, between)
+        interval = (math.nan, math.nan) if math.isnan(variance) else (0.0, math.inf)
+        return SharpnessEstimate(value, value * math.sqrt(variance), *interval, entries, confidence, batch_error)
     centre = math.log(value) + (spreads[0] - spreads[1]) / 2
     half = _quantile(confidence, _reduced(freedom, 3 * max(math.expm1(spread) for spread in spreads))) * math.sqrt(variance)
     return SharpnessEstimate(
-        value, value * math.sqrt(variance), _exp(centre - half), _exp(centre + half), entries, confidence, between
+        value, value * math.sqrt(variance), _exp(centre - half), _exp(centre + half), entries, confidence, batch_error
     )
 
 
@@ -153,12 +153,12 @@ def _interval(value: float, variance: float, freedom: float, draws: int, confide
     if variance == 0.0:
         return value, value
     rho = min(max(value / math.sqrt(draws * variance), 1.0), 2.0)
-    varying = value / rho
-    tau2 = _spread(varying, variance)
+    gamma_mean = value / rho
+    tau2 = _spread(gamma_mean, variance)
     if math.isinf(tau2):
         return 0.0, math.inf
     half = _quantile(confidence, _reduced(freedom, math.expm1(tau2))) * math.sqrt(tau2)
-    return value - varying + varying * _exp(tau2 / 2 - half), value - varying + varying * _exp(tau2 / 2 + half)
+    return value - gamma_mean + gamma_mean * _exp(tau2 / 2 - half), value - gamma_mean + gamma_mean * _exp(tau2 / 2 + half)
 
 
 def _spread(value: float, variance: float) -> float:
@@ -169,8 +169,8 @@ def _spread(value: float, variance: float) -> float:
 
 def _reduced(freedom: float, q: float) -> float:
     """Return the degrees of freedom that are left of those of a variance."""
-    lost = 1.0 / freedom + q
-    return max(1.0 / lost, min(freedom, 1.0)) if lost else math.inf
+    reciprocal = 1.0 / freedom + q
+    return max(1.0 / reciprocal, min(freedom, 1.0)) if reciprocal else math.inf
 
 
 def _quantile(confidence: float, freedom: float) -> float:

@@ -78,13 +78,13 @@ def sharpness(
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: The parts that get a number each; by default ``hessiankit.training.partition.model_parts(model)``, with the flow of
             ``data`` where modules and names do not give all types.
-        confidence: Of the intervals; how often they hold is measured in ``docs/intervals.md``.
+        confidence: Coverage probability of the intervals; how often they hold is measured in ``docs/intervals.md``.
         histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
             as the parameters.
         numbers: The numbers of the sequences in the whole data, if ``data`` are a part of it.
         shift: Whether the labels of a mapping are compared one place later; None: as the model's own loss does.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
-        exact: The same as ``kind="ggn"``.
+        exact: Whether to compute exact values, as with ``kind="ggn"``.
         preconditioner: A diagonal P, for S in its metric, the mean of h / P: the torch optimizer that trains the model, or one
             tensor for each parameter by name, as in :func:`hessiankit.spectrum`. ||theta||^2 is then theta^T P theta.
 
@@ -122,11 +122,11 @@ def sharpness(
     )
     if not is_exact:
         return report_of(replicates(model, data, target, options), confidence=confidence)
-    drawn: dict[str, Any] = {"draws": (draws, 8), "seed": (seed, 0), "numbers": (numbers, None)}
-    drawn |= {"kind": (kind, "fisher-mc")} if exact and kind != "ggn" else {}
-    if unused := [name for name, (value, default) in drawn.items() if value != default]:
-        asked = "exact=True" if exact else f"kind={kind!r}"
-        raise InputError(f"sharpness: {unused[0]}= is for drawn labels, and {asked} draws none; leave one out")
+    label_options: dict[str, Any] = {"draws": (draws, 8), "seed": (seed, 0), "numbers": (numbers, None)}
+    label_options |= {"kind": (kind, "fisher-mc")} if exact and kind != "ggn" else {}
+    if names := [name for name, (value, default) in label_options.items() if value != default]:
+        request = "exact=True" if exact else f"kind={kind!r}"
+        raise InputError(f"sharpness: {names[0]}= is for drawn labels, and {request} draws none; leave one out")
     return report_of(_exact_replicates(model, data, target, "ggn" if exact else kind, options))
 
 
@@ -136,27 +136,27 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     batches = read(model, data, target, options)
     for batch in batches:
         check_devices(WHO, batch, model)
-    measured = measured_parts(model, options.parts, options.preconditioner, batches[0])
+    selection = measured_parts(model, options.parts, options.preconditioner, batches[0])
     pairs, tokens, sequences = [], 0, 0
     with evaluating(model), torch.no_grad():
-        with watch_lookups(model, measured.parts) as seen:
+        with watch_lookups(model, selection.parts) as lookups:
             probe(model, batches, backward=False, copies=0)
             for inputs, labels in BatchedLoss(WHO, model, tuple(batches), options.loss).pairs():
-                counted = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX
-                if int(counted.sum()):
-                    tokens += int(counted.sum())
-                    sequences += int(counted.reshape(len(labels), -1).any(1).sum())
+                is_term = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX
+                if int(is_term.sum()):
+                    tokens += int(is_term.sum())
+                    sequences += int(is_term.reshape(len(labels), -1).any(1).sum())
                     pairs.append((inputs, labels))
-            looked_up = {name: mask.cpu() for name, mask in seen.items()}
-        names = list(measured.parameters)
+            row_masks = {name: mask.cpu() for name, mask in lookups.items()}
+        names = list(selection.parameters)
         diagonal = hessian_diagonal(model, pairs, loss=options.loss, kind=kind, params=names, max_products=None).values
     terms = tokens if options.per == "token" else sequences
-    diagonal = measured.in_metric(measured.in_metric({name: x * (tokens / terms) for name, x in diagonal.items()}))
-    values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
-    sums = SquaredGradients(measured, options)
+    diagonal = selection.in_metric(selection.in_metric({name: x * (tokens / terms) for name, x in diagonal.items()}))
+    values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in selection.parts]
+    sums = SquaredGradients(selection, options)
     sums.begin(terms, sequences, math.inf)
     sums.values = [torch.tensor([values], dtype=torch.float64, device="cpu")]
-    sums.rows = {name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up}
+    sums.rows = {name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in row_masks}
     sums.entries = {name: x * terms for name, x in diagonal.items()} if options.histograms else {}
     sums.unused.clear()
-    return replace(sums.replicates(looked_up, start), kind=kind, seed=0)
+    return replace(sums.replicates(row_masks, start), kind=kind, seed=0)

@@ -22,7 +22,7 @@ from hessiankit.training.sharpness.batches import MicroBatch
 WHO = "sharpness"
 LOSSES = ("cross_entropy", "mse")
 PER = ("token", "sequence")
-DRAWN, EXACT = ("fisher-mc", "fisher-empirical"), ("ggn", "fisher", "hessian")
+SAMPLED, EXACT = ("fisher-mc", "fisher-empirical"), ("ggn", "fisher", "hessian")
 """Kinds of :func:`hessiankit.hessian_operator` whose gradients are squared, and those whose diagonal is exact."""
 
 
@@ -46,7 +46,7 @@ class SharpnessOptions:
     def __post_init__(self) -> None:
         check_name(WHO, "loss", self.loss, LOSSES)
         check_name(WHO, "per", self.per, PER)
-        check_name(WHO, "kind", self.kind, DRAWN)
+        check_name(WHO, "kind", self.kind, SAMPLED)
         if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 1:
             raise InputError(f"{WHO}: draws={self.draws!r} draws no labels; pass 1 or more (2 or more for a standard error)")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
@@ -72,13 +72,13 @@ class MeasuredParts:
     metric: str = ""  # the name of the preconditioner P
     roots: Mapping[str, Tensor] = field(default_factory=dict)  # P^(-1/2) of each parameter, in its shape; empty without P
 
-    def squared_norms(self, whole: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-        """Return ||theta||^2 of each part in the metric, float64 (parts,) on the CPU; ``whole`` as in
+    def squared_norms(self, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        """Return ||theta||^2 of each part in the metric, float64 (parts,) on the CPU; ``gather`` as in
         :class:`~hessiankit.training.sharpness.replicate.SquaredGradients`.
         """
-        values = {n: whole(p.detach()) for n, p in self.parameters.items()}
-        scaled = {n: x / self.roots[n] if self.roots else x for n, x in values.items()}
-        return torch.stack([part.squared_norm(scaled[part.parameter]).cpu() for part in self.parts])
+        values = {n: gather(p.detach()) for n, p in self.parameters.items()}
+        metric_values = {n: x / self.roots[n] if self.roots else x for n, x in values.items()}
+        return torch.stack([part.squared_norm(metric_values[part.parameter]).cpu() for part in self.parts])
 
     def in_metric(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return gradients times P^(-1/2)."""
@@ -96,25 +96,25 @@ def measured_parts(
     """Return those of the given parts, or of all of a model, that have a gradient; a ``batch`` may show their types."""
     if parts is None:
         parts = model_parts(model) if batch is None else parts_by_flow(model, batch.inputs, len(batch.numbers))
-    listed = tuple(getattr(parts, "parts", parts))
-    known, names = dict(model.named_parameters()), set()
-    for part in listed:
+    all_parts = tuple(getattr(parts, "parts", parts))
+    model_parameters, names = dict(model.named_parameters()), set()
+    for part in all_parts:
         if not isinstance(part, Part):
             raise InputError(
                 f"{WHO}: parts holds a {type(part).__name__}; pass Parts, e.g. hessiankit.training.partition.model_parts(model)"
             )
-        if part.parameter not in known:
+        if part.parameter not in model_parameters:
             raise InputError(f"{WHO}: the model has no parameter {part.parameter!r}; make the parts from this model")
         if part.name in names:
             raise InputError(f"{WHO}: the part {part.name!r} is given twice; pass each once")
         names.add(part.name)
-    wanted = {part.parameter for part in listed}
-    parameters = {name: p for name, p in known.items() if name in wanted and p.requires_grad}
+    parameter_names = {part.parameter for part in all_parts}
+    parameters = {name: p for name, p in model_parameters.items() if name in parameter_names and p.requires_grad}
     if not parameters:
         raise InputError(f"{WHO}: no parameter requires a gradient; unfreeze some with requires_grad_(True)")
-    frozen = tuple(name for name, p in known.items() if name in wanted and not p.requires_grad)
-    measured = MeasuredParts(tuple(part for part in listed if part.parameter in parameters), parameters, frozen)
-    return measured if preconditioner is None else replace(measured, **_metric(model, parameters, preconditioner))
+    frozen = tuple(name for name, p in model_parameters.items() if name in parameter_names and not p.requires_grad)
+    selection = MeasuredParts(tuple(part for part in all_parts if part.parameter in parameters), parameters, frozen)
+    return selection if preconditioner is None else replace(selection, **_metric(model, parameters, preconditioner))
 
 
 def _metric(model: nn.Module, parameters: Mapping[str, nn.Parameter], preconditioner: Any) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def _metric(model: nn.Module, parameters: Mapping[str, nn.Parameter], preconditi
         device=first.device,
     )
     metric = preconditioner_of(WHO, preconditioner, like, model)
-    (diagonal, *others) = metric.root.structures
-    if others or type(diagonal) is not Structure:
+    (diagonal, *factors) = metric.root.structures
+    if factors or type(diagonal) is not Structure:
         raise InputError(f"{WHO}: preconditioner is no diagonal; pass a torch optimizer, or tensors by parameter name")
     roots = zip(parameters.items(), diagonal.values.split(sizes), strict=True)
     return {"metric": metric.name, "roots": {name: root.view_as(p) for (name, p), root in roots}}

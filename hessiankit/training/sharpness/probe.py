@@ -26,16 +26,16 @@ def watch_lookups(model: nn.Module, parts: Sequence[Part]) -> Iterator[dict[str,
 
     Only for whole parameters of type Emb that an ``nn.Embedding`` or a ``TokenEmbedding`` owns.
     """
-    wanted = {part.parameter for part in parts if part.type == "Emb" and part.axis is None}
-    own = {id(p): name for name, p in model.named_parameters() if name in wanted}
-    seen: dict[str, Tensor] = {}
+    embedding_names = {part.parameter for part in parts if part.type == "Emb" and part.axis is None}
+    names_by_id = {id(p): name for name, p in model.named_parameters() if name in embedding_names}
+    row_masks: dict[str, Tensor] = {}
     with ExitStack() as hooks:
         for module in model.modules():
             if not isinstance(module, (nn.Embedding, TokenEmbedding)):
                 continue
-            tables = {letter: p for letter, p in module.named_parameters(recurse=False) if id(p) in own}
+            tables = {letter: p for letter, p in module.named_parameters(recurse=False) if id(p) in names_by_id}
             masks = {letter: torch.zeros(p.shape[0], dtype=torch.bool, device=p.device) for letter, p in tables.items()}
-            seen |= {own[id(p)]: masks[letter] for letter, p in tables.items()}
+            row_masks |= {names_by_id[id(p)]: masks[letter] for letter, p in tables.items()}
 
             def mark(_: nn.Module, inputs: tuple[Any, ...], masks: dict[str, Tensor] = masks) -> None:
                 ids = inputs[0] if inputs else None
@@ -49,7 +49,7 @@ def watch_lookups(model: nn.Module, parts: Sequence[Part]) -> Iterator[dict[str,
 
             if masks:
                 hooks.callback(module.register_forward_pre_hook(mark).remove)
-        yield seen
+        yield row_masks
 
 
 def _alike(x: Tensor, y: Tensor, slack: float) -> bool:
@@ -65,13 +65,13 @@ def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None
     Raises:
         InputError: They differ, or the model does not accept them.
     """
-    whole = next((batch.uncut for batch in batches if batch.uncut is not None), None)
-    if whole is None:
+    uncut_batch = next((batch.uncut for batch in batches if batch.uncut is not None), None)
+    if uncut_batch is None:
         return
     reason = ""
     try:
-        both, *single = (forward(model, whole.part(rows), who).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
-        if _alike(both, torch.cat(single), torch.finfo(both.dtype).eps ** 0.5):
+        pair, *single = (forward(model, uncut_batch.part(rows), who).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        if _alike(pair, torch.cat(single), torch.finfo(pair.dtype).eps ** 0.5):
             return
     except InputError as error:
         reason = f" ({error})"
@@ -92,18 +92,18 @@ def probe(model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, co
     """
     check_cut(WHO, model, batches)
     largest = max(batches, key=lambda batch: len(batch.numbers))
-    one = _single(largest)
-    before = {name: b.clone() for name, b in model.named_buffers()}
+    sample = _single(largest)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        first, graph = _held(model, one, backward)
+        first, graph = _held(model, sample, backward)
     except InputError:
-        if len(one.numbers) == len(largest.numbers):
+        if len(sample.numbers) == len(largest.numbers):
             raise
-        one = largest  # something among the inputs does not go by sequences
-        first, graph = _held(model, one, backward)
+        sample = largest  # something among the inputs does not go by sequences
+        first, graph = _held(model, sample, backward)
     with torch.no_grad():
-        second = forward(model, one)
-    _check_buffers(model, before)
+        second = forward(model, sample)
+    _check_buffers(model, buffers)
     slack = min(torch.finfo(first.dtype).eps ** 0.5, 1e-3)  # kernels with and without autograd round apart
     if not _alike(first, second, slack):
         raise InputError(
@@ -111,19 +111,19 @@ def probe(model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, co
             " numbers or depends on earlier calls; turn that off (a dropout that ignores eval(), a router's noise)"
         )
     if backward:
-        need = graph * len(largest.numbers) // len(one.numbers)
+        need = graph * len(largest.numbers) // len(sample.numbers)
         weights = copies * sum(p.numel() * p.element_size() for p in model.parameters())
         graph_of, tensors = "the graph of one micro-batch", f"{copies} tensors of the parameters' size"
-        what = f"{graph_of}, {byte_size(need)}, and {tensors}, {byte_size(weights)},"
-        check_room(WHO, need + weights, what, first.device, "pass a smaller micro_batch")
+        description = f"{graph_of}, {byte_size(need)}, and {tensors}, {byte_size(weights)},"
+        check_room(WHO, need + weights, description, first.device, "pass a smaller micro_batch")
 
 
 def _single(batch: MicroBatch) -> MicroBatch:
     """Return the sequence with most labels."""
     if len(batch.numbers) == 1:
         return batch
-    counted = batch.target != IGNORE_INDEX if not batch.target.is_floating_point() else torch.ones_like(batch.target)
-    k = int(counted.reshape(len(batch.numbers), -1).sum(1).argmax())
+    is_counted = batch.target != IGNORE_INDEX if not batch.target.is_floating_point() else torch.ones_like(batch.target)
+    k = int(is_counted.reshape(len(batch.numbers), -1).sum(1).argmax())
     return batch.part(slice(k, k + 1))
 
 
@@ -132,9 +132,9 @@ def _held(model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, 
     if not backward:  # parameters may be spread over ranks, where there is no memory to look at
         with torch.no_grad():
             return forward(model, batch), 0
-    saved = CountedGraph(model, keep=True)
-    with saved:
-        return forward(model, batch).detach(), saved.bytes
+    graph = CountedGraph(model, keep=True)
+    with graph:
+        return forward(model, batch).detach(), graph.bytes
 
 
 class CountedGraph(saved_tensors_hooks):
@@ -143,14 +143,14 @@ class CountedGraph(saved_tensors_hooks):
     def __init__(self, model: nn.Module, *, keep: bool) -> None:
         super().__init__(self._count, self._restore)
         self.bytes, self._keep = 0, keep
-        own = (x.untyped_storage() for x in (*model.parameters(), *model.buffers()))
-        self._seen = {storage.data_ptr(): StorageWeakRef(storage) for storage in own}
+        storages = (x.untyped_storage() for x in (*model.parameters(), *model.buffers()))
+        self._storages = {storage.data_ptr(): StorageWeakRef(storage) for storage in storages}
 
     def _count(self, x: Tensor) -> Tensor | None:
         storage = x.untyped_storage()
-        earlier = self._seen.get(storage.data_ptr())
+        earlier = self._storages.get(storage.data_ptr())
         if earlier is None or earlier.expired():  # an address is used again once its storage is gone
-            self._seen[storage.data_ptr()] = StorageWeakRef(storage)
+            self._storages[storage.data_ptr()] = StorageWeakRef(storage)
             self.bytes += storage.nbytes()
         return x if self._keep else None
 
@@ -160,13 +160,13 @@ class CountedGraph(saved_tensors_hooks):
         return x
 
 
-def _check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    now = dict(model.named_buffers())
-    changed = [name for name, b in before.items() if name in now and not torch.equal(now[name], b)]
-    for name in changed:
-        now[name].copy_(before[name])
-    if changed:
+def _check_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    current = dict(model.named_buffers())
+    names = [name for name, b in buffers.items() if name in current and not torch.equal(current[name], b)]
+    for name in names:
+        current[name].copy_(buffers[name])
+    if names:
         raise InputError(
-            f"{WHO}: a call of the model in evaluation mode changes its buffer {changed[0]!r}, so the loss is not a function of"
+            f"{WHO}: a call of the model in evaluation mode changes its buffer {names[0]!r}, so the loss is not a function of"
             " the parameters; keep the buffer as it is in forward"
         )

@@ -58,9 +58,9 @@ class Replicates:
         """Whether nothing was drawn."""
         return self.kind != "fisher-mc"
 
-    def mean(self, picked: Sequence[int]) -> Tensor:
+    def mean(self, indices: Sequence[int]) -> Tensor:
         """Return the mean of h over the entries of some parts, by their numbers: (micro-batches, draws)."""
-        return self.values[:, :, picked].sum(2) / sum(self.parts[k].size for k in picked)
+        return self.values[:, :, indices].sum(2) / sum(self.parts[k].size for k in indices)
 
 
 def joined(runs: Sequence[Replicates]) -> Replicates:
@@ -68,11 +68,11 @@ def joined(runs: Sequence[Replicates]) -> Replicates:
     if not runs:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
     first = runs[0]
-    for other in runs[1:]:
+    for run in runs[1:]:
         for name in ("parts", "draws", "per", "loss", "kind", "seed", "metric"):
-            if getattr(first, name) != getattr(other, name):
+            if getattr(first, name) != getattr(run, name):
                 raise InputError(f"{WHO}: joined() was given Replicates whose {name} differ; repeat the measurements alike")
-        if not torch.allclose(first.squared_norms, other.squared_norms, rtol=1e-6, atol=0.0):
+        if not torch.allclose(first.squared_norms, run.squared_norms, rtol=1e-6, atol=0.0):
             raise InputError(f"{WHO}: joined() was given Replicates of different parameters; measure all of them at one point")
     return replace(
         first,
@@ -94,45 +94,45 @@ def _summed(dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def replicates(
-    model: nn.Module, data: Any, target: Any = None, own: SharpnessOptions | None = None, **options: Any
+    model: nn.Module, data: Any, target: Any = None, settings: SharpnessOptions | None = None, **options: Any
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
-    own = own or SharpnessOptions(**options)
-    return replicates_of(model, read(model, data, target, own), own)
+    settings = settings or SharpnessOptions(**options)
+    return replicates_of(model, read(model, data, target, settings), settings)
 
 
-def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> list[MicroBatch]:
+def read(model: nn.Module, data: Any, target: Any, options: SharpnessOptions) -> list[MicroBatch]:
     """Return the micro-batches of data by the options of a measurement."""
-    step, numbers = own.micro_batch, own.numbers
-    return micro_batches(WHO, model, data, target, loss=own.loss, micro_batch=step, numbers=numbers, shift=own.shift)
+    step, numbers = options.micro_batch, options.numbers
+    return micro_batches(WHO, model, data, target, loss=options.loss, micro_batch=step, numbers=numbers, shift=options.shift)
 
 
-def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions) -> Replicates:
+def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions) -> Replicates:
     """Return h on some micro-batches; as :func:`replicates`."""
     start = time.perf_counter()
     for batch in batches:
         check_devices(WHO, batch, model)
-    parts = measured_parts(model, own.parts, own.preconditioner, next(iter(batches), None))
+    parts = measured_parts(model, options.parts, options.preconditioner, next(iter(batches), None))
     weights = list(parts.parameters.values())
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, parts.parts) as seen:
-        sums = SquaredGradients(parts, own)
-        probe(model, batches, backward=True, copies=1 + own.histograms)
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, parts.parts) as row_masks:
+        sums = SquaredGradients(parts, options)
+        probe(model, batches, backward=True, copies=1 + options.histograms)
         for k, batch in enumerate(batches):
             output = forward(model, batch)
-            drawn = drawn_for(output, batch, own)
-            if drawn is None:
+            sample = drawn_for(output, batch, options)
+            if sample is None:
                 continue
-            sums.begin(drawn.terms, drawn.sequences, drawn.unlikely)
-            for d, gradient in enumerate(drawn.gradients):
-                more = d + 1 < own.label_draws
-                slopes = torch.autograd.grad(output, weights, gradient, retain_graph=more, allow_unused=True)
+            sums.begin(sample.terms, sample.sequences, sample.unlikely)
+            for d, gradient in enumerate(sample.gradients):
+                has_next = d + 1 < options.label_draws
+                slopes = torch.autograd.grad(output, weights, gradient, retain_graph=has_next, allow_unused=True)
                 gradients = {n: g for n, g in zip(parts.parameters, slopes, strict=True) if g is not None}
-                sums.add(d, parts.in_metric(gradients), seen)
+                sums.add(d, parts.in_metric(gradients), row_masks)
                 del slopes, gradients  # the next draw's take their place in memory
-                own.tell(k, d, len(batches))
+                options.tell(k, d, len(batches))
     if not sums.values:
         raise InputError(f"{WHO}: every label is -100 (not counted); keep at least one")
-    return sums.replicates(seen, start)
+    return sums.replicates(row_masks, start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,15 +180,15 @@ def _residuals(output: Tensor, target: Tensor, numbers: Sequence[int], options: 
         residuals = math.sqrt(0.5) * sample_residuals(output, numbers, options.draws, options.seed)
     terms = output.numel() if options.per == "token" else len(output)
     scale = 1.0 / math.sqrt(terms)
-    gradients = ((-2.0 * scale * of_one).to(output) for of_one in residuals)
+    gradients = ((-2.0 * scale * residual).to(output) for residual in residuals)
     return Drawn(gradients, terms, len(output), math.inf)
 
 
 def _labels(output: Tensor, target: Tensor, numbers: Sequence[int], options: SharpnessOptions) -> Drawn | None:
     """Draw the labels of cross entropy, whose gradient in the logits is the softmax less the label's unit vector."""
-    counted = (target != IGNORE_INDEX).reshape(len(output), -1)
-    sequences = int(counted.any(1).sum())
-    terms = int(counted.sum()) if options.per == "token" else sequences
+    is_counted = (target != IGNORE_INDEX).reshape(len(output), -1)
+    sequences = int(is_counted.any(1).sum())
+    terms = int(is_counted.sum()) if options.per == "token" else sequences
     if terms == 0:
         return None
     logits = output.reshape(len(output), -1, output.shape[-1])
@@ -196,10 +196,10 @@ def _labels(output: Tensor, target: Tensor, numbers: Sequence[int], options: Sha
         labels = target.reshape(1, -1)
     else:
         labels = sample_labels(logits, numbers, options.draws, options.seed).reshape(options.draws, -1)
-    rows, scale = counted.reshape(-1).nonzero()[:, 0], 1.0 / math.sqrt(terms)
+    rows, scale = is_counted.reshape(-1).nonzero()[:, 0], 1.0 / math.sqrt(terms)
     softmax = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
-    softmax.mul_(counted.unsqueeze(-1))
-    unlikely = float(counted.sum() - softmax.amax(-1).double().sum())
+    softmax.mul_(is_counted.unsqueeze(-1))
+    unlikely = float(is_counted.sum() - softmax.amax(-1).double().sum())
     softmax.mul_(scale)  # a product of a number and booleans would be rounded to float32
     softmax = softmax.to(output.dtype).reshape(output.shape).contiguous()
     return Drawn(_less_labels(softmax, rows, labels[:, rows], scale), terms, sequences, unlikely)
@@ -208,36 +208,36 @@ def _labels(output: Tensor, target: Tensor, numbers: Sequence[int], options: Sha
 def _less_labels(softmax: Tensor, rows: Tensor, labels: Tensor, scale: float) -> Iterator[Tensor]:
     """Yield the softmax less ``scale`` at the labels (draws, rows) of some rows; each draw is written over the one before."""
     flat = softmax.view(-1, softmax.shape[-1])
-    for of_one in labels:
-        before = flat[rows, of_one]
-        flat[rows, of_one] = before - scale
+    for draw_labels in labels:
+        probabilities = flat[rows, draw_labels]
+        flat[rows, draw_labels] = probabilities - scale
         yield softmax
-        flat[rows, of_one] = before
+        flat[rows, draw_labels] = probabilities
 
 
 class SquaredGradients:
     """Running sums of squared gradients over micro-batches and draws, named like the fields of :class:`Replicates`.
 
-    ``whole`` returns all of a tensor that is spread over several processes, and of others the tensor itself.
+    ``gather`` returns all of a tensor that is spread over several processes, and of others the tensor itself.
     """
 
     def __init__(
-        self, measured: MeasuredParts, options: SharpnessOptions, whole: Callable[[Tensor], Tensor] = lambda x: x
+        self, selection: MeasuredParts, options: SharpnessOptions, gather: Callable[[Tensor], Tensor] = lambda x: x
     ) -> None:
-        self.measured, self.options, self.whole = measured, options, whole
+        self.selection, self.options, self.gather = selection, options, gather
         self.values: list[Tensor] = []
         self.terms: list[int] = []
         self.sequences, self.unlikely = 0, 0.0
         self.rows: dict[str, Tensor] = {}
-        self.entries = {name: _zeros(p.detach()) for name, p in measured.parameters.items()} if options.histograms else {}
-        self.unused = set(measured.parameters)
-        self.places: dict[str, list[int]] = {name: [] for name in measured.parameters}
-        for k, part in enumerate(measured.parts):
+        self.entries = {name: _zeros(p.detach()) for name, p in selection.parameters.items()} if options.histograms else {}
+        self.unused = set(selection.parameters)
+        self.places: dict[str, list[int]] = {name: [] for name in selection.parameters}
+        for k, part in enumerate(selection.parts):
             self.places[part.parameter].append(k)
 
     def begin(self, terms: int, sequences: int, unlikely: float) -> None:
         """Begin a micro-batch whose loss is a mean over that many terms."""
-        shape = self.options.label_draws, len(self.measured.parts)
+        shape = self.options.label_draws, len(self.selection.parts)
         self.values.append(torch.zeros(shape, dtype=torch.float64, device="cpu"))
         self.terms.append(terms)
         self.sequences += sequences
@@ -246,17 +246,17 @@ class SquaredGradients:
     def add(self, draw: int, gradients: Mapping[str, Tensor], embeddings: Container[str]) -> None:
         """Add the gradients of a draw that an output depends on; ``embeddings`` are looked up by rows."""
         self.unused -= gradients.keys()
-        squares = [torch.zeros((), device="cpu")] * len(self.measured.parts)
-        for name, own in gradients.items():
-            gradient = self.whole(own)
+        squares = [torch.zeros((), device="cpu")] * len(self.selection.parts)
+        for name, shard in gradients.items():
+            gradient = self.gather(shard)
             for k in self.places[name]:
-                squares[k] = self.measured.parts[k].squared_norm(gradient)
+                squares[k] = self.selection.parts[k].squared_norm(gradient)
             if name in embeddings:
-                none = torch.zeros(self.options.label_draws, len(gradient), dtype=torch.float64, device="cpu")
-                self.rows.setdefault(name, none)[draw] += self.terms[-1] * row_sums(gradient)
+                zeros = torch.zeros(self.options.label_draws, len(gradient), dtype=torch.float64, device="cpu")
+                self.rows.setdefault(name, zeros)[draw] += self.terms[-1] * row_sums(gradient)
             if (total := self.entries.get(name)) is not None:
-                own = own.to(total.dtype)
-                total.addcmul_(own, own, value=float(self.terms[-1]))
+                shard = shard.to(total.dtype)
+                total.addcmul_(shard, shard, value=float(self.terms[-1]))
         self.values[-1][draw] = self._finite(squares)
 
     def _finite(self, squares: list[Tensor]) -> Tensor:
@@ -266,34 +266,34 @@ class SquaredGradients:
         sums = torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double()
         bad = ~torch.isfinite(sums)
         if bool(bad.any()):
-            part = self.measured.parts[int(bad.nonzero()[0])]
+            part = self.selection.parts[int(bad.nonzero()[0])]
             raise InputError(
                 f"{WHO}: the gradient of {part.name!r} is NaN or infinite, though the output is finite; a derivative "
                 "overflows there (a norm of a constant row, a square root at 0): use a wider dtype or an eps > 0"
             )
         return sums
 
-    def replicates(self, seen: Mapping[str, Tensor], start: float) -> Replicates:
-        """Return the sums as replicates of a measurement that began at ``start`` and has ``seen`` rows of embeddings."""
-        own = self.options
+    def replicates(self, row_masks: Mapping[str, Tensor], start: float) -> Replicates:
+        """Return the sums as replicates of a measurement that began at ``start`` and looked up the rows of ``row_masks``."""
+        options = self.options
         return Replicates(
-            parts=self.measured.parts,
+            parts=self.selection.parts,
             values=torch.stack(self.values),
             terms=torch.tensor(self.terms, device="cpu"),
-            squared_norms=self.measured.squared_norms(self.whole),
+            squared_norms=self.selection.squared_norms(self.gather),
             rows=self.rows,
-            seen={name: mask.cpu() for name, mask in seen.items() if name in self.rows},
+            seen={name: mask.cpu() for name, mask in row_masks.items() if name in self.rows},
             entries=self.entries,
             sequences=self.sequences,
-            per=own.per,
-            loss=own.loss,
-            kind=own.kind,
-            seed=own.seed,
-            frozen=self.measured.frozen,
-            unused=tuple(name for name in self.measured.parameters if name in self.unused),
+            per=options.per,
+            loss=options.loss,
+            kind=options.kind,
+            seed=options.seed,
+            frozen=self.selection.frozen,
+            unused=tuple(name for name in self.selection.parameters if name in self.unused),
             seconds=time.perf_counter() - start,
             unlikely=self.unlikely,
-            metric=self.measured.metric,
+            metric=self.selection.metric,
         )
 
 

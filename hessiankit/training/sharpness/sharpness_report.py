@@ -71,17 +71,17 @@ class Histogram:
 
     def quantile(self, level: float) -> float:
         """Return a quantile of the positive entries, interpolated inside its bin; NaN where there are none."""
-        wanted, below = level * sum(self.counts), 0
+        rank, total = level * sum(self.counts), 0
         for k, count in enumerate(self.counts):
-            if count and below + count >= wanted:
-                return float(10 ** (self.first + (k + (wanted - below) / count) / PER_DECADE))
-            below += count
+            if count and total + count >= rank:
+                return float(10 ** (self.first + (k + (rank - total) / count) / PER_DECADE))
+            total += count
         return math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """Return edges and counts as plain Python data."""
-        own = {"counts": list(self.counts), "zeros": self.zeros, "negative": self.negative, "entries": self.entries}
-        return {"log10_edges": list(self.edges), **own}
+        numbers = {"counts": list(self.counts), "zeros": self.zeros, "negative": self.negative, "entries": self.entries}
+        return {"log10_edges": list(self.edges), **numbers}
 
 
 @torch.no_grad()
@@ -110,29 +110,29 @@ class SharpnessReport(Printed, WithDict):
     these data; ``data_standard_error`` takes the micro-batches as a sample.
 
     Attributes:
-        types: By block type, over all entries of all its tensors (Remark 3.1).
-        layers: By index of the block, from 0; None outside the blocks.
-        type_layers: By (type, layer).
-        tensors: By name of the part.
-        mean_of_tensors: By type, the plain mean of the tensors' S, in which a small tensor counts as much as a large one.
-        scale_free: By type, the mean over its entries of S ||theta||^2 / # of their tensor; unlike S, it stays the same where
+        types: S by block type, over all entries of all its tensors (Remark 3.1).
+        layers: S by index of the block, from 0; None outside the blocks.
+        type_layers: S by (type, layer).
+        tensors: S by name of the part.
+        mean_of_tensors: Plain mean of the tensors' S by type, in which a small tensor counts as much as a large one.
+        scale_free: Mean over a type's entries of S ||theta||^2 / # of their tensor, by type; unlike S, it stays the same where
             one tensor is multiplied by c and another one divided by it without a change of the function (ours/ffn-rescaling).
         seen_rows: S of the embeddings over the rows that the data look up; None where no embedding is looked up by rows.
-        histograms: By type, of log10 h, averaged over micro-batches and draws; empty without ``histograms=True``.
+        histograms: Histograms of log10 h by type, averaged over micro-batches and draws; empty without ``histograms=True``.
         terms: Number of terms of L: tokens, sequences or, for squared error, entries.
         sequences: Sequences with a position that counts.
-        micro_batches: How many; h is squared in each, then averaged.
+        micro_batches: Number of micro-batches; h is squared in each, then averaged.
         draws: Draws of the labels; 0 where the values are exact.
         per: ``"token"`` or ``"sequence"``.
         kind: ``"fisher-mc"``, ``"fisher-empirical"``, ``"ggn"`` or ``"hessian"``.
         metric: The preconditioner in whose metric the numbers are; "" for none.
         loss: ``"cross_entropy"`` or ``"mse"``.
-        seed: Of the labels.
-        confidence: Of the intervals.
+        seed: Seed of the labels.
+        confidence: Coverage probability of the intervals.
         frozen: Parameters that do not require a gradient and were left out.
         unused: Parameters that no output depended on; their h is 0.
         seconds: Time taken.
-        replicates: By micro-batch, draw and part, for further statistics.
+        replicates: Sums of h by micro-batch, draw and part, for further statistics.
     """
 
     types: dict[str, SharpnessEstimate]
@@ -184,16 +184,16 @@ class SharpnessReport(Printed, WithDict):
         for name in (type, base):
             if name not in self.types:
                 raise InputError(f"{WHO}: no {name!r} among the measured types; pass one of {', '.join(self.types)}")
-        own = self.replicates
-        top, bottom = (own.mean([k for k, part in enumerate(own.parts) if part.type == name]) for name in (base, type))
-        options: dict[str, Any] = {"confidence": self.confidence, "exact": own.is_exact}
-        return ratio(top, bottom, as_weights(own.terms), entries=self.types[type].entries, **options)
+        runs = self.replicates
+        top, bottom = (runs.mean([k for k, part in enumerate(runs.parts) if part.type == name]) for name in (base, type))
+        options: dict[str, Any] = {"confidence": self.confidence, "exact": runs.is_exact}
+        return ratio(top, bottom, as_weights(runs.terms), entries=self.types[type].entries, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the replicates as plain Python data, which JSON can hold."""
         layers = {"outside" if layer is None else str(layer): one.to_dict() for layer, one in self.layers.items()}
-        both = [{"type": kind, "layer": layer, **one.to_dict()} for (kind, layer), one in self.type_layers.items()]
-        return {**super().to_dict(), "layers": layers, "type_layers": both}
+        type_layers = [{"type": kind, "layer": layer, **one.to_dict()} for (kind, layer), one in self.type_layers.items()]
+        return {**super().to_dict(), "layers": layers, "type_layers": type_layers}
 
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw S as bars with their intervals, by type and, where the model has several blocks, by layer.
@@ -223,8 +223,8 @@ class SharpnessReport(Printed, WithDict):
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for kind, one in self.types.items():
-            known = "Norm" in self.types and kind != "Norm"
-            quotient = f"{self.ratio(kind).value:.3g}" if known else "1" if kind == "Norm" else ""
+            has_quotient = "Norm" in self.types and kind != "Norm"
+            quotient = f"{self.ratio(kind).value:.3g}" if has_quotient else "1" if kind == "Norm" else ""
             zeros = (f"{self.histograms[kind].zeros / one.entries:.1%}",) if self.histograms else ()
             numbers = (f"{one.value:.4g}", *one.shown, quotient, f"{self.scale_free[kind].value:.3g}", *zeros)
             yield kind, f"{one.entries:,}", *numbers
@@ -237,13 +237,13 @@ class SharpnessReport(Printed, WithDict):
             yield f"{self.draws} draws are too few for sure intervals ({COVERAGE}); take four or more"
         unlikely = self.draws * self.replicates.unlikely
         if self.draws > 1 and unlikely < ENOUGH_LABELS:
-            counted = f"{unlikely:.2g} of all labels drawn are expected not to be the likeliest ones"
-            yield f"{counted}, too few for sure intervals ({COVERAGE}); take more draws or sequences"
+            expectation = f"{unlikely:.2g} of all labels drawn are expected not to be the likeliest ones"
+            yield f"{expectation}, too few for sure intervals ({COVERAGE}); take more draws or sequences"
         if self.seen_rows is not None:
             yield f"Emb over the {self.seen_rows.entries:,} entries of rows that the data look up: {self.seen_rows}"
-        for what, names in (("left out, frozen", self.frozen), ("no output depends on", self.unused)):
+        for reason, names in (("left out, frozen", self.frozen), ("no output depends on", self.unused)):
             if names:
-                yield f"{what}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+                yield f"{reason}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -253,47 +253,47 @@ class SharpnessReport(Printed, WithDict):
         yield from self._remarks()
 
 
-def _count(n: int, what: str, plural: str = "s") -> str:
-    return f"{n} {what}{plural if n != 1 else ''}"
+def _count(n: int, noun: str, plural: str = "s") -> str:
+    return f"{n} {noun}{plural if n != 1 else ''}"
 
 
-COPIED = ("sequences", "per", "kind", "metric", "loss", "seed", "frozen", "unused", "seconds")
+COMMON_FIELDS = ("sequences", "per", "kind", "metric", "loss", "seed", "frozen", "unused", "seconds")
 """Attributes of the report that are those of the replicates."""
 
 
-def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
+def report_of(replicates: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
     """Return the report that replicates give."""
     if not 0 < confidence < 1:
         raise InputError(f"{WHO}: confidence={confidence!r}; pass a number between 0 and 1, e.g. 0.95")
-    parts, weights = own.parts, as_weights(own.terms)
+    parts, weights = replicates.parts, as_weights(replicates.terms)
     sizes = torch.tensor([part.size for part in parts], dtype=torch.float64, device="cpu")
 
-    def combined(picked: list[int], factors: Tensor) -> SharpnessEstimate:
+    def combined(indices: list[int], factors: Tensor) -> SharpnessEstimate:
         """Return the estimate of a weighted sum of the parts' traces."""
-        x, entries = own.values[:, :, picked] @ factors, sum(parts[k].size for k in picked)
-        return estimate(x, weights, entries=entries, confidence=confidence, exact=own.is_exact)
+        x, entries = replicates.values[:, :, indices] @ factors, sum(parts[k].size for k in indices)
+        return estimate(x, weights, entries=entries, confidence=confidence, exact=replicates.is_exact)
 
-    def pooled(picked: list[int]) -> SharpnessEstimate:
-        return combined(picked, torch.ones(len(picked), dtype=torch.float64, device="cpu") / sizes[picked].sum())
+    def pooled(indices: list[int]) -> SharpnessEstimate:
+        return combined(indices, torch.ones(len(indices), dtype=torch.float64, device="cpu") / sizes[indices].sum())
 
-    of_type = {kind: picked for (kind, _), picked in _groups(parts, lambda part: (part.type, None))}
-    mean_squares = own.squared_norms / sizes
-    copied: dict[str, Any] = {name: getattr(own, name) for name in COPIED}
+    of_type = {kind: indices for (kind, _), indices in _groups(parts, lambda part: (part.type, None))}
+    mean_squares = replicates.squared_norms / sizes
+    common_fields: dict[str, Any] = {name: getattr(replicates, name) for name in COMMON_FIELDS}
     return SharpnessReport(
-        types={kind: pooled(picked) for kind, picked in of_type.items()},
-        layers={layer: pooled(picked) for (_, layer), picked in _groups(parts, lambda part: ("", part.layer))},
-        type_layers={both: pooled(picked) for both, picked in _groups(parts, lambda part: (part.type, part.layer))},
+        types={kind: pooled(indices) for kind, indices in of_type.items()},
+        layers={layer: pooled(indices) for (_, layer), indices in _groups(parts, lambda part: ("", part.layer))},
+        type_layers={key: pooled(indices) for key, indices in _groups(parts, lambda part: (part.type, part.layer))},
         tensors={part.name: pooled([k]) for k, part in enumerate(parts)},
         mean_of_tensors={kind: combined(p, 1.0 / (len(p) * sizes[p])) for kind, p in of_type.items()},
         scale_free={kind: combined(p, mean_squares[p] / sizes[p].sum()) for kind, p in of_type.items()},
-        seen_rows=_seen_rows(own, confidence),
-        histograms=_histograms(own, of_type),
-        terms=int(own.terms.sum()),
-        micro_batches=len(own.terms),
-        draws=0 if own.is_exact else own.draws,
+        seen_rows=_seen_rows(replicates, confidence),
+        histograms=_histograms(replicates, of_type),
+        terms=int(replicates.terms.sum()),
+        micro_batches=len(replicates.terms),
+        draws=0 if replicates.is_exact else replicates.draws,
         confidence=confidence,
-        replicates=replace(own, entries={}),
-        **copied,
+        replicates=replace(replicates, entries={}),
+        **common_fields,
     )
 
 
@@ -307,28 +307,28 @@ def _groups(parts: Sequence[Part], key: Callable[[Part], Place]) -> Iterator[tup
         yield (kind, layer), groups[kind, layer]
 
 
-def _seen_rows(own: Replicates, confidence: float) -> SharpnessEstimate | None:
+def _seen_rows(replicates: Replicates, confidence: float) -> SharpnessEstimate | None:
     """Return S of the embeddings without the rows that no token looked up; micro-batches are summed first."""
-    total, entries = torch.zeros(1, own.draws, dtype=torch.float64, device="cpu"), 0
-    sizes = {part.parameter: part.size for part in own.parts if part.axis is None}
-    for name, rows in own.rows.items():
-        mask = own.seen[name]
-        total += rows[:, mask].sum(1) / float(own.terms.sum())
+    total, entries = torch.zeros(1, replicates.draws, dtype=torch.float64, device="cpu"), 0
+    sizes = {part.parameter: part.size for part in replicates.parts if part.axis is None}
+    for name, rows in replicates.rows.items():
+        mask = replicates.seen[name]
+        total += rows[:, mask].sum(1) / float(replicates.terms.sum())
         entries += int(mask.sum()) * (sizes[name] // len(mask))
     if not entries:
         return None
     one = torch.ones(1, dtype=torch.float64, device="cpu")
-    return estimate(total / entries, one, entries=entries, confidence=confidence, exact=own.is_exact)
+    return estimate(total / entries, one, entries=entries, confidence=confidence, exact=replicates.is_exact)
 
 
-def _histograms(own: Replicates, of_type: Mapping[str, list[int]]) -> dict[str, Histogram]:
-    if not own.entries:
+def _histograms(replicates: Replicates, of_type: Mapping[str, list[int]]) -> dict[str, Histogram]:
+    if not replicates.entries:
         return {}
-    divisor = float(own.terms.sum()) * own.draws
+    divisor = float(replicates.terms.sum()) * replicates.draws
 
-    def views(picked: list[int]) -> Iterator[Tensor]:
-        for k in picked:
-            for view in own.parts[k].of(own.entries[own.parts[k].parameter]):
+    def views(indices: list[int]) -> Iterator[Tensor]:
+        for k in indices:
+            for view in replicates.parts[k].of(replicates.entries[replicates.parts[k].parameter]):
                 yield view / divisor
 
-    return {kind: histogram(views(picked)) for kind, picked in of_type.items()}
+    return {kind: histogram(views(indices)) for kind, indices in of_type.items()}
