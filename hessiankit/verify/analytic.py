@@ -17,6 +17,7 @@ from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.request.selection import locate
 from hessiankit.support.errors import InputError
+from hessiankit.tracing.source_line import at_line, first_line
 from hessiankit.verify.comparison import ANALYTIC, FLOOR, CheckRow
 from hessiankit.verify.health import SideBySide
 from hessiankit.verify.probes import Probes, normal
@@ -37,7 +38,7 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
     >>> read_analytic(lambda parameters: np.eye(2), problem)["weight", "weight"].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    given = analytic({name: x.clone() for name, x in problem.params.items()}) if callable(analytic) else analytic
+    given = _called(analytic, problem) if callable(analytic) else analytic
     shapes, slices, blocks = problem.batch.shapes, problem.slices, dict[tuple[str, str], Tensor]()
     if not isinstance(given, Mapping):
         whole = _matrix("analytic", given, (problem.size,) * 2, f"a row for each entry of {', '.join(shapes)}")
@@ -52,9 +53,20 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
     return blocks
 
 
+def _called(analytic: Callable[[dict[str, Tensor]], Any], problem: Problem) -> Any:
+    try:
+        return analytic({name: x.clone() for name, x in problem.params.items()})
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}{at_line(error)}"
+        raise InputError(f"check: analytic, called with a dict of the parameters, raised {reason}") from error
+
+
 def _matrix(what: str, value: Any, shape: tuple[int, ...], meaning: str, also: tuple[int, ...] = ()) -> Tensor:
     """Return an array as a matrix of a shape; ``also`` is the shape that it may have instead."""
-    x = value.detach() if isinstance(value, Tensor) else np.asarray(value)
+    try:
+        x = value.detach() if isinstance(value, Tensor) else np.asarray(value)
+    except ValueError as error:  # lists of unequal lengths
+        raise InputError(f"check: {what} is no array ({first_line(error)}); expected numbers of shape {shape}") from error
     is_real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "fiub"
     if not is_real or tuple(x.shape) not in (shape, also or shape):
         seen = f"{what} is a {type(value).__name__} of shape {tuple(x.shape)}, {x.dtype}"

@@ -51,7 +51,7 @@ def test_the_sample_passes_and_covers_every_option(out):
 
 def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
     checking = importlib.import_module("hessiankit.verify.check")  # the package's name ``check`` is the function
-    right = checking.hessian
+    right = checking.hessian_of
 
     def wrong(*args, **options):
         found = right(*args, **options)
@@ -59,7 +59,7 @@ def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
         found.matrix[where, where] += 1e-6 * found.matrix[where, where].abs().max()
         return found
 
-    monkeypatch.setattr(checking, "hessian", wrong)
+    monkeypatch.setattr(checking, "hessian_of", wrong)
     command = ["placements", "--placement", "lns", "--sample", "1", "--out", str(tmp_path)]
     assert main(command) == FAILED
     assert "1 of 1 cases FAILED" in capsys.readouterr().out
