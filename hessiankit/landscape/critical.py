@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 WHO = "critical_sharpness"
 PASSES = 10
-NEAR, CLOSE = 1.3, 1.01  # quotients of two multiples: after the first, which is near; between which the search ends
+FIRST_FACTOR, RESOLUTION = 1.3, 1.01  # quotients of two multiples: the first and the second; those at which the search ends
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -51,7 +51,7 @@ class CriticalSharpness(Printed, WithDict):
 
     Attributes:
         optimizer: The class of the optimizer, or of each of several.
-        lr: Its largest learning rate.
+        lr: Largest learning rate of the optimizer.
         loss: L(theta).
         length: |d|.
         slope: <g, d>.
@@ -60,7 +60,7 @@ class CriticalSharpness(Printed, WithDict):
         raising: The smallest multiple tested that raises the loss; infinity where none did.
         passes: Forward passes taken, that at theta included.
         seconds: Time taken.
-        groups: The same with one group of parameters moved alone, by its name.
+        groups: Result with one group of parameters moved alone, by the group's name.
     """
 
     optimizer: str
@@ -131,8 +131,8 @@ def critical_sharpness(
 
     Args:
         module: The function under study, as in :func:`hessiankit.hessian`, like the next two.
-        inputs: What it is called with.
-        target: What the loss compares with.
+        inputs: Inputs of the call.
+        target: Target of the loss.
         **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
         optimizer: The optimizer that trains the module, or several, each for parameters of its own.
         by: Groups to move alone as well, as in :func:`hessiankit.spectrum`; each takes a product and as many passes again.
@@ -155,9 +155,10 @@ def critical_sharpness(
     batches = read_request(module, inputs, target, **asked).together()
     operator = HessianOperator.of(batches, "hessian")
     groups = {} if by is None else groups_of(by, operator, module)
-    own = {name: module.get_parameter(name) for name in operator.slices}
+    parameters = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):
-        search = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_around(batches), groups, passes)
+        loss_at = loss_around(batches)
+        search = along_step(WHO, optimizer, parameters, operator.gradient, operator.__matmul__, loss_at, groups, passes)
     return replace(search, seconds=time.perf_counter() - start)
 
 
@@ -181,8 +182,8 @@ def along_step(
     optimizers = listed(who, optimizer)
     name, step = name_of(optimizers), next_steps(who, optimizers, parameters, gradient)
     if not bool(step.any()) or not bool(torch.isfinite(step).all()):
-        what = "zero" if not bool(step.any()) else "NaN or infinite"
-        raise InputError(f"{who}: the next step of {name} is {what}; pass its own parameters and data with a finite gradient")
+        kind = "zero" if not bool(step.any()) else "NaN or infinite"
+        raise InputError(f"{who}: the next step of {name} is {kind}; pass its own parameters and data with a finite gradient")
     lr = max(float(group.get("lr", math.nan)) for one in optimizers for group in one.param_groups)
     wide = torch.float32 if step.device.type == "mps" else torch.float64
     loss = loss_at(torch.zeros_like(step, dtype=wide))
@@ -197,28 +198,28 @@ def along_step(
         curvature = bend / square if square else math.nan
         return CriticalSharpness(name, lr, loss, square**0.5, slope, curvature, ends[0], ends[1], 1 + ends[2])
 
-    own = {name: at.to(step.device) for name, at in groups.items()}
-    by_group = {name: one(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in own.items()}
+    positions = {name: at.to(step.device) for name, at in groups.items()}
+    by_group = {name: one(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in positions.items()}
     return replace(one(step), groups=by_group)
 
 
-def bracket(holds: Callable[[float], bool], t: float, most: int) -> tuple[float, float, int]:
+def bracket(holds: Callable[[float], bool], t: float, limit: int) -> tuple[float, float, int]:
     """Return the largest multiple at which something holds below the smallest at which it does not, and the tests taken.
 
-    0 and infinity without one. The first multiple tested is t, the second is larger or smaller by NEAR, further ones by 2; there
-    are ``most`` tests at most.
+    0 and infinity without one. The first multiple tested is t, the second is larger or smaller by FIRST_FACTOR, further ones by
+    2; there are ``limit`` tests at most.
 
     >>> low, high, taken = bracket(lambda t: t <= 3.0, 2.5, 9)
     >>> low <= 3.0 < high <= 1.01 * low, taken
     (True, 7)
     """
-    low, high, taken = 0.0, math.inf, 0
-    while taken < most and high > CLOSE * low:
-        taken += 1
+    low, high, tests = 0.0, math.inf, 0
+    while tests < limit and high > RESOLUTION * low:
+        tests += 1
         low, high = (t, high) if holds(t) else (low, t)
-        factor = NEAR if taken == 1 else 2.0
+        factor = FIRST_FACTOR if tests == 1 else 2.0
         t = factor * low if math.isinf(high) else high / factor if not low else math.sqrt(low * high)
-    return low, high, taken
+    return low, high, tests
 
 
 def next_steps(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
@@ -256,10 +257,10 @@ def next_step(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], 
     for name, value in vars(optimizer).items():
         if name != "step":  # a scheduler's, which would move the optimizer itself
             vars(twin)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
-    before = {id(p): p.detach().clone() for p in parameters.values()}
+    starts = {id(p): p.detach().clone() for p in parameters.values()}
     try:
         twin.step()
     except Exception as error:
         raise InputError(f"{who}: a step of a copy of {kind.__name__} failed: {type(error).__name__}: {error}") from error
-    steps = [memo[id(p)].detach() - before[id(p)] if id(p) in memo else torch.zeros_like(p) for p in parameters.values()]
+    steps = [memo[id(p)].detach() - starts[id(p)] if id(p) in memo else torch.zeros_like(p) for p in parameters.values()]
     return torch.cat([step.reshape(-1) for step in steps]).to(gradient)

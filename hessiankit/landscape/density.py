@@ -32,7 +32,7 @@ SCALES = ("linear", "log")
 EIGENVALUE_ROUNDING = (
     64  # times eps and the largest |eigenvalue|: smaller ones count as zero; of a sum, times eps and that of magnitudes
 )
-NONE = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
+NO_NODES = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +42,12 @@ class SpectralMeasure:
     size: int  # P, the number of all eigenvalues
     located: Tensor  # eigenvalues that count once each, (n,); fewer than P without nodes: the others are unknown
     eps: float  # relative rounding error of a product
-    nodes: Tensor = NONE  # of each direction, (s, m), float64; s = 0 where only the located eigenvalues are known
-    weights: Tensor = NONE  # theirs, 0 where there is no node; every row sums to 1
+    nodes: Tensor = NO_NODES  # of each direction, (s, m), float64; s = 0 where only the located eigenvalues are known
+    weights: Tensor = NO_NODES  # of the nodes, 0 where there is none; every row sums to 1
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has a mass for all eigenvalues, exact or estimated."""
+        """Whether the measure has a mass for all eigenvalues, exact or estimated."""
         return bool(len(self.nodes)) or len(self.located) == self.size
 
     @property
@@ -58,8 +58,8 @@ class SpectralMeasure:
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the value of tr f(H) by each direction, (max(s, 1), ...), for f: (n,) -> (..., n)."""
         if not self.is_whole:
-            known = f"{len(self.located):,} of {self.size:,} eigenvalues are known"
-            raise InputError(f"Spectrum: {known}, and trace, density and ranks need all; pass density=True, which takes {COST}")
+            state = f"{len(self.located):,} of {self.size:,} eigenvalues are known"
+            raise InputError(f"Spectrum: {state}, and trace, density and ranks need all; pass density=True, which takes {COST}")
         exact = f(self.located).sum(-1)
         if not len(self.nodes):
             return exact.unsqueeze(0)
@@ -95,11 +95,11 @@ class Density(WithDict):
         scale: ``"linear"``: per unit of the eigenvalue; ``"log"``: per decade of |eigenvalue|.
         points: Eigenvalues, or |eigenvalues|, (n,).
         values: The density there; of the positive eigenvalues where the scale is logarithmic.
-        standard_errors: Over the random directions; 0 where all eigenvalues are known.
+        standard_errors: Standard errors over the random directions; 0 where all eigenvalues are known.
         negative: The density of the negative eigenvalues per decade of |eigenvalue|; None for a linear scale.
-        negative_errors: Its standard errors; None for a linear scale.
+        negative_errors: Standard errors of ``negative``; None for a linear scale.
         zeros: Share of the eigenvalues that are zero to rounding, which a logarithmic scale does not show; 0 for a linear one.
-        width: Of the kernel, in the scale's unit: eigenvalues, or decades.
+        width: Standard deviation of the kernel, in the scale's unit: eigenvalues, or decades.
     """
 
     scale: str
@@ -131,16 +131,16 @@ def density(measure: SpectralMeasure, scale: str, width: float | None, points: i
         raise InputError(
             f"{who}: points has shape {tuple(points.shape)}; expected eigenvalues (n,), for scale='log' positive ones"
         )
-    every = torch.cat([measure.located, measure.nodes[measure.weights > 0]])
+    masses = torch.cat([measure.located, measure.nodes[measure.weights > 0]])
     top = measure.scale or 1.0
     zero = EIGENVALUE_ROUNDING * measure.eps * top
     if scale == "linear":
-        low, high = float(every.min()), float(every.max())
+        low, high = float(masses.min()), float(masses.max())
         s = width or max(high - low, top * 1e-3) / 100
         x = _axis(low - 4 * s, high + 4 * s, points)
         value, error = _mean(measure, lambda t: _kernel(x, t, s))
         return Density(scale, x, value, error, None, None, 0.0, s)
-    sizes = every.abs()[every.abs() > zero]
+    sizes = masses.abs()[masses.abs() > zero]
     low, high = (math.log10(float(sizes.min())), math.log10(float(sizes.max()))) if sizes.numel() else (-1.0, 0.0)
     s = width or max(high - low, 0.5) / 50
     x = _axis(low - 4 * s, high + 4 * s, points.log10() if isinstance(points, Tensor) else points)

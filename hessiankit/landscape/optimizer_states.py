@@ -158,10 +158,10 @@ def places_of(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str
                 places.setdefault(id(p), []).append(GroupEntry(optimizer, group, k))
     names = name_of(optimizers)
     for name, p in parameters.items():
-        held = len(places.get(id(p), ()))
-        if held > 1:
-            raise InputError(f"{who}: {held} optimizers hold the parameter {name!r}; pass optimizers that share none")
-        if not held:
+        count = len(places.get(id(p), ()))
+        if count > 1:
+            raise InputError(f"{who}: {count} optimizers hold the parameter {name!r}; pass optimizers that share none")
+        if not count:
             raise InputError(f"{who}: {names} does not hold the parameter {name!r}; pass params=[...] with those that it moves")
     return {name: places[id(p)][0] for name, p in parameters.items()}
 
@@ -176,8 +176,8 @@ def decay_note(decay: float, decoupled: bool) -> str:
 def reader_of(who: str, optimizer: Optimizer) -> Reader:
     """Return the reader of an optimizer's class or of one that it derives from without a step of its own."""
     kind = type(optimizer)
-    for known, reader in READERS.items():
-        if isinstance(optimizer, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step):
+    for optimizer_class, reader in READERS.items():
+        if isinstance(optimizer, optimizer_class) and inspect.unwrap(kind.step) is inspect.unwrap(optimizer_class.step):
             return reader
     raise InputError(
         f"{who}: no metric is known for {kind.__name__}: its state holds no positive P, or none with a documented form. Pass one "

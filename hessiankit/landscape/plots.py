@@ -64,14 +64,14 @@ def _draw_density(axes: Axes, spectrum: Any, density: Density, eigenvalues: Any,
 
 def plot_slices(slices: Any, path: Path | str | None) -> Picture:
     """Draw the slices side by side, and the plane; see :meth:`hessiankit.landscape.LossSlices.plot`."""
-    with panels("LossSlices.plot", len(slices) + (slices.plane is not None), "", path) as (figure, every):
-        for axes, one in zip(every, slices.slices, strict=False):
+    with panels("LossSlices.plot", len(slices) + (slices.plane is not None), "", path) as (figure, all_axes):
+        for axes, one in zip(all_axes, slices.slices, strict=False):
             draw_slice(axes, one)
             axes.set_title(f"{one.name}: model within {one.tolerance:.0%} for {one.range}", fontsize=7.5, loc="left")
-        every[0].legend(fontsize=7.5, frameon=False, loc="upper center")
+        all_axes[0].legend(fontsize=7.5, frameon=False, loc="upper center")
         if slices.plane is not None:
-            draw_plane(every[-1], slices.plane)
-            every[-1].set(xlabel=f"t, {slices[0].name}", ylabel=f"t, {slices[1].name}")
+            draw_plane(all_axes[-1], slices.plane)
+            all_axes[-1].set(xlabel=f"t, {slices[0].name}", ylabel=f"t, {slices[1].name}")
     return figure
 
 

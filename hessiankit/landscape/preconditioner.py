@@ -40,7 +40,7 @@ class Preconditioner(Printed, WithDict):
             thresholds of parameter groups differ this is the smallest, and P is multiplied by each group's over it, so that
             it holds for all of them together.
         rule: The threshold in words.
-        notes: What the eigenvalues do not contain.
+        notes: Terms that the eigenvalues do not contain.
     """
 
     name: str
@@ -82,15 +82,15 @@ class PreconditionedOperator(SymmetricOperator):
     [[3.0, 0.0], [0.0, 1.25]]
     """
 
-    def __init__(self, whole: TensorOperator, preconditioner: Preconditioner) -> None:
-        super().__init__((whole.shape[0], whole.shape[1]), whole.torch_dtype, whole.device)
-        self.whole, self.root, self.block_size = whole, preconditioner.root, whole.block_size
+    def __init__(self, operator: TensorOperator, preconditioner: Preconditioner) -> None:
+        super().__init__((operator.shape[0], operator.shape[1]), operator.torch_dtype, operator.device)
+        self.operator, self.root, self.block_size = operator, preconditioner.root, operator.block_size
 
     def _rows(self, rows: Tensor) -> Tensor:
-        return self.root._rows(self.whole._rows(self.root._rows(rows)))
+        return self.root._rows(self.operator._rows(self.root._rows(rows)))
 
 
-def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
+def preconditioner_of(who: str, form: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
     """Return the preconditioner that a user asked for, in one of :data:`FORMS`.
 
     ``matrix`` is the operator that it is for, with ``slices`` and ``shapes`` where parameters have names; ``module`` has the
@@ -98,19 +98,19 @@ def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | Non
 
     """
     size, like = matrix.shape[0], {"dtype": matrix.torch_dtype, "device": matrix.device}
-    if isinstance(asked, Optimizer) or (isinstance(asked, Sequence) and asked and all(isinstance(x, Optimizer) for x in asked)):
+    if isinstance(form, Optimizer) or (isinstance(form, Sequence) and form and all(isinstance(x, Optimizer) for x in form)):
         if module is None:
             raise InputError(f"{who}: an optimizer's parameters are those of a module; pass the module with its data")
-        return optimizer_preconditioner(who, asked, {name: module.get_parameter(name) for name in matrix.slices}, **like)
-    if isinstance(asked, Mapping):
-        asked = _flat(who, asked, matrix)
-    if isinstance(asked, LinearOperator) or (isinstance(asked, (Tensor, np.ndarray)) and asked.ndim == 2):
-        if tuple(asked.shape) != (size, size):
-            raise InputError(f"{who}: preconditioner is {tuple(asked.shape)}; expected ({size}, {size})")
-        return Preconditioner("operator", _root(who, asked, **like))
-    if not isinstance(asked, (Tensor, np.ndarray)):
-        raise InputError(f"{who}: preconditioner is a {type(asked).__name__}; expected {FORMS}")
-    values = torch.as_tensor(asked).detach().to(**like)
+        return optimizer_preconditioner(who, form, {name: module.get_parameter(name) for name in matrix.slices}, **like)
+    if isinstance(form, Mapping):
+        form = _flat(who, form, matrix)
+    if isinstance(form, LinearOperator) or (isinstance(form, (Tensor, np.ndarray)) and form.ndim == 2):
+        if tuple(form.shape) != (size, size):
+            raise InputError(f"{who}: preconditioner is {tuple(form.shape)}; expected ({size}, {size})")
+        return Preconditioner("operator", _root(who, form, **like))
+    if not isinstance(form, (Tensor, np.ndarray)):
+        raise InputError(f"{who}: preconditioner is a {type(form).__name__}; expected {FORMS}")
+    values = torch.as_tensor(form).detach().to(**like)
     if tuple(values.shape) != (size,):
         raise InputError(f"{who}: preconditioner has shape {tuple(values.shape)}; expected a diagonal ({size},)")
     if not bool((values > 0).all()) or not bool(torch.isfinite(values).all()):
@@ -174,20 +174,20 @@ def _root(who: str, P: Any, dtype: torch.dtype, device: torch.device) -> Structu
         if not error <= torch.finfo(dtype).eps ** 0.5 * scale:
             raise InputError(f"{who}: the preconditioner and its transpose differ by {error:.1e}; pass a symmetric one")
         P = StructuredOperator(len(dense), [dense_block(torch.arange(len(dense), device=device), dense)], dtype, device)
-    least = min(float(part.values.min()) for part in P.structures) if not len(P.rest) else 0.0
-    if not least > 0:
+    smallest = min(float(part.values.min()) for part in P.structures) if not len(P.rest) else 0.0
+    if not smallest > 0:
         raise InputError(
-            f"{who}: the preconditioner has an eigenvalue of {least:.3g}; pass a positive one, such as P + damping I"
+            f"{who}: the preconditioner has an eigenvalue of {smallest:.3g}; pass a positive one, such as P + damping I"
         )
     return P.mapped(torch.rsqrt)
 
 
-def _flat(who: str, named: Mapping[str, Any], matrix: Any) -> Tensor:
+def _flat(who: str, diagonals: Mapping[str, Any], matrix: Any) -> Tensor:
     """Return a diagonal by name as one vector."""
     shapes = getattr(matrix, "shapes", {})
-    seen = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in named.items()}
-    wrong: Any = next((name for name in (*shapes, *seen) if seen.get(name) != shapes.get(name)), None)
+    kinds = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in diagonals.items()}
+    wrong: Any = next((name for name in (*shapes, *kinds) if kinds.get(name) != shapes.get(name)), None)
     if wrong is not None or not shapes:
-        expected = shapes.get(wrong, "no such parameter") if shapes else "an operator with parameters by name"
-        raise InputError(f"{who}: preconditioner has {seen.get(wrong, 'nothing')} for {wrong!r}; expected {expected}")
-    return torch.cat([named[name].reshape(-1) for name in matrix.slices])
+        shape = shapes.get(wrong, "no such parameter") if shapes else "an operator with parameters by name"
+        raise InputError(f"{who}: preconditioner has {kinds.get(wrong, 'nothing')} for {wrong!r}; expected {shape}")
+    return torch.cat([diagonals[name].reshape(-1) for name in matrix.slices])

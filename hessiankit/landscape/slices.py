@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 WHO = "loss_slices"
-NORMALISED = ("none", "unit", "filter")
+NORMALISATIONS = ("none", "unit", "filter")
 HALVINGS = 14  # of the interval in which the quadratic model ceases to hold
 LOSS_ROUNDING = 64  # times eps |L|: differences of losses that are rounding
 
@@ -49,13 +49,13 @@ class LossSlice(Printed, WithDict):
     """The loss along one direction d.
 
     Attributes:
-        name: Of the direction.
+        name: Name of the direction.
         t: Steps, (n,), ascending, 0 among them.
         losses: L(theta + t d), by the module's own call, (n,).
         slope: <g, d>.
         curvature: <d, H d>.
         length: |d|, so that t |d| is the distance in parameters.
-        tolerance: See ``radius``.
+        tolerance: Tolerance of the quadratic model, see ``radius``.
         radius: The largest r such that for all steps |t| <= r the quadratic model is off by no more than ``tolerance`` times its
             largest change for |s| <= |t|, which is |<g, d> t| + |<d, H d>| t^2 / 2.
         bounded: Whether a step beyond the radius was seen to be off by more; if not, the radius is the end of the slice.
@@ -116,10 +116,10 @@ class LossPlane(Printed, WithDict):
     curvatures: Tensor
 
     def _headline(self) -> str:
-        off, c = (self.quadratic - self.losses).abs().max(), self.curvatures
+        error, c = (self.quadratic - self.losses).abs().max(), self.curvatures
         return (
             f"on the plane the loss is {float(self.losses.min()):.4g} to {float(self.losses.max()):.4g}, the model off by up to "
-            f"{float(off):.3g}; <d_1, H d_2> {float(c[0, 1]):.4g}"
+            f"{float(error):.3g}; <d_1, H d_2> {float(c[0, 1]):.4g}"
         )
 
     def _parts(self) -> Iterator[Piece]:
@@ -134,9 +134,9 @@ class LossSlices(Printed, WithDict):
     """Slices of the loss through one point; made by :func:`hessiankit.loss_slices`.
 
     Attributes:
-        slices: One for each direction.
+        slices: Slices, one for each direction.
         plane: The loss on the plane of the two directions; None unless asked for.
-        notes: What differs between two checkpoints and is not moved.
+        notes: Differences between two checkpoints that are not moved along.
         seconds: Time taken.
     """
 
@@ -162,9 +162,9 @@ class LossSlices(Printed, WithDict):
 
     def _headline(self) -> str:
         first = self.slices[0]
-        many = "1 slice" if len(self) == 1 else f"{len(self)} slices"
+        count = "1 slice" if len(self) == 1 else f"{len(self)} slices"
         plane = "" if self.plane is None else ", with their plane,"
-        return f"{many} of {len(first.t)} steps{plane} through a loss of {first.loss:.6g}, {self.seconds:.2f} s"
+        return f"{count} of {len(first.t)} steps{plane} through a loss of {first.loss:.6g}, {self.seconds:.2f} s"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -201,8 +201,8 @@ def loss_slices(
 
     Args:
         module: The function under study, as in :func:`hessiankit.hessian`, like the next two.
-        inputs: What it is called with.
-        target: What the loss compares with.
+        inputs: Inputs of the call.
+        target: Target of the loss.
         **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
         along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
             result of :func:`hessiankit.spectrum`, whose directions are taken; or the state dict of another checkpoint, which
@@ -211,7 +211,7 @@ def loss_slices(
             convolution as long as the module's, biases and gains unmoved (Li et al. 2018).
         span: First and last t, on both sides of 0; by default -1 to 1, to another checkpoint -0.5 to 1.5.
         points: Steps between and with these; 0 is added where it is not among them.
-        tolerance: Of the quadratic model, see :attr:`LossSlice.radius`.
+        tolerance: Tolerance of the quadratic model, see :attr:`LossSlice.radius`.
         plane: Whether to evaluate the loss on the plane of the two directions too, at all pairs of steps.
 
     Raises:
@@ -229,9 +229,10 @@ def loss_slices(
     ([2.0, 0.0, 2.0], 4.0, 1.0, False)
     """
     start = time.perf_counter()
-    to_others = isinstance(along, Mapping) or (isinstance(along, list | tuple) and all(isinstance(x, Mapping) for x in along))
-    low, high = _span(span if span is not None else (-0.5, 1.5) if to_others else (-1.0, 1.0))
-    check_name(WHO, "normalise", normalise, NORMALISED)
+    states = along if isinstance(along, list | tuple) else [along]
+    is_to_checkpoint = all(isinstance(state, Mapping) for state in states)
+    low, high = _span(span if span is not None else (-0.5, 1.5) if is_to_checkpoint else (-1.0, 1.0))
+    check_name(WHO, "normalise", normalise, NORMALISATIONS)
     if points < 2:
         raise InputError(f"{WHO}: points={points}; expected 2 or more")
     if not 0 < tolerance < 1:
@@ -246,8 +247,8 @@ def loss_slices(
     operator = HessianOperator.of(batches, "hessian")
     HD = operator @ D
     steps = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
-    least = 1e-9 * (high - low)  # 0 itself may come out as rounding
-    steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64, device="cpu"), steps[steps > least]])
+    rounding = 1e-9 * (high - low)  # 0 itself may come out as rounding
+    steps = torch.cat([steps[steps < -rounding], torch.zeros(1, dtype=torch.float64, device="cpu"), steps[steps > rounding]])
     eps = torch.finfo(operator.torch_dtype).eps
     slopes, curvatures = operator.gradient.double() @ D.double(), D.double().T @ HD.double()
     slices, loss_of = [], loss_around(batches)
@@ -258,10 +259,10 @@ def loss_slices(
         holds = _model(losses, slope, curvature, tolerance, LOSS_ROUNDING * eps)
         sides = [_extent(holds, side.tolist()) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)]
         radius = min(extent for extent, _ in sides)
-        bounded = any(over and extent == radius for extent, over in sides)
-        slices.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
-    whole = _plane(_along(loss_of, D), steps, slopes.cpu(), curvatures.cpu()) if plane else None
-    return LossSlices(tuple(slices), whole, notes, time.perf_counter() - start)
+        is_bounded = any(is_limit and extent == radius for extent, is_limit in sides)
+        slices.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, is_bounded))
+    loss_plane = _plane(_along(loss_of, D), steps, slopes.cpu(), curvatures.cpu()) if plane else None
+    return LossSlices(tuple(slices), loss_plane, notes, time.perf_counter() - start)
 
 
 def _plane(losses: Callable[..., float], t: Tensor, slopes: Tensor, curvatures: Tensor) -> LossPlane:
@@ -283,8 +284,8 @@ def loss_around(batches: Sequence[BatchLoss]) -> Callable[[Tensor], float]:
     first = batches[0]
 
     def loss(d: Tensor) -> float:
-        moved = {name: d[rows].reshape(first.parameters[name].shape) for name, rows in first.slices.items()}
-        at = {name: (p.double() + moved[name]).to(p.dtype) for name, p in first.parameters.items()}
+        displacement = {name: d[rows].reshape(first.parameters[name].shape) for name, rows in first.slices.items()}
+        at = {name: (p.double() + displacement[name]).to(p.dtype) for name, p in first.parameters.items()}
         return math.fsum(batch.share * batch.own_value(at) for batch in batches)
 
     return loss
@@ -332,48 +333,48 @@ def _extent(holds: Callable[[float], bool], steps: list[float]) -> tuple[float, 
     return abs(good), False
 
 
-def _directions(along: Any, batch: BatchLoss) -> tuple[list[str], Tensor, tuple[str, ...]]:
+def _directions(lines: Any, batch: BatchLoss) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """Return names, columns (P, k), and notes."""
     like = {"device": batch.device, "dtype": batch.dtype}
-    if isinstance(along, Spectrum):
-        D = along.directions
+    if isinstance(lines, Spectrum):
+        D = lines.directions
         if D.shape[0] != batch.size:
             raise InputError(
                 f"{WHO}: the eigenvectors have {D.shape[0]} entries, the parameters {batch.size}; pass the same params"
             )
-        return [f"eigenvalue {value:.4g}" for value in along.eigenvalues.tolist()], D.to(**like), ()  # type: ignore[call-overload]
-    others = [along] if isinstance(along, Mapping) else along
-    if isinstance(others, list | tuple) and others and all(isinstance(there, Mapping) for there in others):
-        directions = [_to_checkpoint(there, batch) for there in others]
-        names = ["to the checkpoint"] if others is not along else [f"to checkpoint {k + 1}" for k in range(len(others))]
-        notes = tuple(dict.fromkeys(note for _, several in directions for note in several))
+        return [f"eigenvalue {value:.4g}" for value in lines.eigenvalues.tolist()], D.to(**like), ()  # type: ignore[call-overload]
+    checkpoints = [lines] if isinstance(lines, Mapping) else lines
+    if isinstance(checkpoints, list | tuple) and checkpoints and all(isinstance(x, Mapping) for x in checkpoints):
+        directions = [_to_checkpoint(checkpoint, batch) for checkpoint in checkpoints]
+        names = [f"to checkpoint {k + 1}" for k in range(len(checkpoints))] if checkpoints is lines else ["to the checkpoint"]
+        notes = tuple(dict.fromkeys(note for _, remarks in directions for note in remarks))
         return names, torch.stack([d for d, _ in directions], dim=1), notes
-    plain = isinstance(along, Tensor) and along.layout == torch.strided and not along.is_meta and along.is_floating_point()
-    if not plain or along.ndim not in (1, 2) or along.shape[0] != batch.size or not along.numel():
-        seen = f"{along.dtype} of shape {tuple(along.shape)}" if isinstance(along, Tensor) else type(along).__name__
+    plain = isinstance(lines, Tensor) and lines.layout == torch.strided and not lines.is_meta and lines.is_floating_point()
+    if not plain or lines.ndim not in (1, 2) or lines.shape[0] != batch.size or not lines.numel():
+        kind = f"{lines.dtype} of shape {tuple(lines.shape)}" if isinstance(lines, Tensor) else type(lines).__name__
         raise InputError(
-            f"{WHO}: along is {seen}; expected a vector ({batch.size},), columns ({batch.size}, k), a spectrum, or state dicts"
+            f"{WHO}: along is {kind}; expected a vector ({batch.size},), columns ({batch.size}, k), a spectrum, or state dicts"
         )
-    D = along.detach().to(**like)  # type: ignore[call-overload]
+    D = lines.detach().to(**like)  # type: ignore[call-overload]
     D = D.unsqueeze(1) if D.ndim == 1 else D
     return [f"direction {k + 1}" for k in range(D.shape[1])], D, ()
 
 
-def _to_checkpoint(there: Mapping[str, Any], batch: BatchLoss) -> tuple[Tensor, tuple[str, ...]]:
+def _to_checkpoint(checkpoint: Mapping[str, Any], batch: BatchLoss) -> tuple[Tensor, tuple[str, ...]]:
     """Return there - here of the parameters that move, (P,), and what else differs."""
-    here, parts = dict(batch.module.state_dict()), []
-    for name, x in there.items():
-        if name not in here:
-            raise InputError(f"{WHO}: the checkpoint's {name!r} {not_known(str(name), here)}")
-        if not isinstance(x, Tensor) or x.shape != here[name].shape:
-            seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"{WHO}: {name!r} of the checkpoint is {seen}, of the module {tuple(here[name].shape)}")
+    state, parts = dict(batch.module.state_dict()), []
+    for name, x in checkpoint.items():
+        if name not in state:
+            raise InputError(f"{WHO}: the checkpoint's {name!r} {not_known(str(name), state)}")
+        if not isinstance(x, Tensor) or x.shape != state[name].shape:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"{WHO}: {name!r} of the checkpoint is {shape}, of the module {tuple(state[name].shape)}")
     for name, p in batch.parameters.items():
-        if name not in there:
+        if name not in checkpoint:
             raise InputError(f"{WHO}: the checkpoint has no {name!r}; pass a state_dict() of this module")
-        parts.append((there[name].to(p.device, torch.float64) - p.double()).reshape(-1))
-    others = [n for n, x in there.items() if n not in batch.parameters and not torch.equal(x.to(here[n]), here[n])]
-    notes = (f"not moved, though the checkpoint has other values: {', '.join(map(repr, others))}",) if others else ()
+        parts.append((checkpoint[name].to(p.device, torch.float64) - p.double()).reshape(-1))
+    differences = [n for n, x in checkpoint.items() if n not in batch.parameters and not torch.equal(x.to(state[n]), state[n])]
+    notes = (f"not moved, though the checkpoint has other values: {', '.join(map(repr, differences))}",) if differences else ()
     return torch.cat(parts).to(batch.dtype), notes
 
 
@@ -390,6 +391,7 @@ def _normalised(D: Tensor, batch: BatchLoss, how: str) -> Tensor:
             continue
         filters = D[rows].reshape(p.shape[0], -1, D.shape[1])
         lengths = filters.norm(dim=1, keepdim=True)
-        wanted = p.detach().reshape(p.shape[0], -1, 1).norm(dim=1, keepdim=True).to(D)
-        D[rows] = (filters * torch.where(lengths > 0, wanted / lengths, torch.zeros_like(lengths))).reshape(-1, D.shape[1])
+        target_lengths = p.detach().reshape(p.shape[0], -1, 1).norm(dim=1, keepdim=True).to(D)
+        factors = torch.where(lengths > 0, target_lengths / lengths, torch.zeros_like(lengths))
+        D[rows] = (filters * factors).reshape(-1, D.shape[1])
     return D

@@ -38,18 +38,18 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
     >>> read_analytic(lambda parameters: np.eye(2), problem)["weight", "weight"].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    given = _called(analytic, problem) if callable(analytic) else analytic
+    closed_form = _called(analytic, problem) if callable(analytic) else analytic
     shapes, slices, blocks = problem.batch.shapes, problem.slices, dict[tuple[str, str], Tensor]()
-    if not isinstance(given, Mapping):
-        whole = _matrix("analytic", given, (problem.size,) * 2, f"a row for each entry of {', '.join(shapes)}")
-        return {(i, j): whole[slices[i], slices[j]] for i in shapes for j in shapes}
-    for key, block in given.items():
+    if not isinstance(closed_form, Mapping):
+        matrix = _matrix("analytic", closed_form, (problem.size,) * 2, f"a row for each entry of {', '.join(shapes)}")
+        return {(i, j): matrix[slices[i], slices[j]] for i in shapes for j in shapes}
+    for key, block in closed_form.items():
         parts = [locate("check: analytic", name, shapes) for name in key] if isinstance(key, tuple) else []
         if [rows for _, rows in parts] != [None, None]:
             raise InputError(f"check: analytic has the key {key!r}; expected a pair of names, such as {(*shapes, *shapes)[:2]}")
         i, j = (name for name, _ in parts)
-        what, meaning = f"analytic[{i!r}, {j!r}]", f"vec_r of {shapes[i]} and of {shapes[j]}"
-        blocks[i, j] = _matrix(what, block, (math.prod(shapes[i]), math.prod(shapes[j])), meaning, shapes[i] + shapes[j])
+        argument, meaning = f"analytic[{i!r}, {j!r}]", f"vec_r of {shapes[i]} and of {shapes[j]}"
+        blocks[i, j] = _matrix(argument, block, (math.prod(shapes[i]), math.prod(shapes[j])), meaning, shapes[i] + shapes[j])
     return blocks
 
 
@@ -61,35 +61,35 @@ def _called(analytic: Callable[[dict[str, Tensor]], Any], problem: Problem) -> A
         raise InputError(f"check: analytic, called with a dict of the parameters, raised {reason}") from error
 
 
-def _matrix(what: str, value: Any, shape: tuple[int, ...], meaning: str, also: tuple[int, ...] = ()) -> Tensor:
-    """Return an array as a matrix of a shape; ``also`` is the shape that it may have instead."""
+def _matrix(argument: str, value: Any, shape: tuple[int, ...], meaning: str, tensor_shape: tuple[int, ...] = ()) -> Tensor:
+    """Return an array as a matrix of a shape; ``tensor_shape`` is the shape that it may have instead."""
     try:
         x = value.detach() if isinstance(value, Tensor) else np.asarray(value)
     except ValueError as error:  # lists of unequal lengths
-        raise InputError(f"check: {what} is no array ({first_line(error)}); expected numbers of shape {shape}") from error
+        raise InputError(f"check: {argument} is no array ({first_line(error)}); expected numbers of shape {shape}") from error
     is_real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "fiub"
-    if not is_real or tuple(x.shape) not in (shape, also or shape):
-        seen = f"{what} is a {type(value).__name__} of shape {tuple(x.shape)}, {x.dtype}"
+    if not is_real or tuple(x.shape) not in (shape, tensor_shape or shape):
+        kind = f"{argument} is a {type(value).__name__} of shape {tuple(x.shape)}, {x.dtype}"
         hint = "; its transpose has that shape" if tuple(x.shape) == shape[::-1] != shape else ""
-        raise InputError(f"check: {seen}; expected real numbers of shape {shape}, {meaning}{hint}")
+        raise InputError(f"check: {kind}; expected real numbers of shape {shape}, {meaning}{hint}")
     return torch.as_tensor(x).reshape(shape)
 
 
-def completed(blocks: Blocks, true: Tensor, slices: Mapping[str, slice], along: Probes | None = None) -> Tensor:
+def completed(blocks: Blocks, true: Tensor, slices: Mapping[str, slice], probes: Probes | None = None) -> Tensor:
     """Return a matrix (P, P), or products (n, P) along one direction on each of n parameters, with a user's blocks put in."""
-    whole = true.clone()
+    result = true.clone()
     for (i, j), block in blocks.items():
         rows, columns = slices[i], slices[j]
-        at = (rows, columns) if along is None else (along.owners.index(j), rows)
-        whole[at] = block.to(whole) if along is None else block.to(whole) @ along.V[at[0], columns]
-    return whole
+        at = (rows, columns) if probes is None else (probes.owners.index(j), rows)
+        result[at] = block.to(result) if probes is None else block.to(result) @ probes.V[at[0], columns]
+    return result
 
 
 def analytic_rows(
-    blocks: Blocks, routes: SideBySide, names: Iterable[str], closed: Hessian | HessianOperator, rtol: float
+    blocks: Blocks, routes: SideBySide, names: Iterable[str], hessian: Hessian | HessianOperator, rtol: float
 ) -> Iterator[CheckRow]:
     """Yield the rows of a user's blocks beside the closed form and references."""
-    outer = cache(closed.outer) if isinstance(closed, Hessian) else None
+    outer = cache(hessian.outer) if isinstance(hessian, Hessian) else None
     judge, notes, pairs = routes.judge, dict[str, str](), {f"{ANALYTIC}: {i} x {j}": (i, j) for i, j in blocks}
     for name in names:
         gaps = routes.gaps(ANALYTIC, name)
@@ -101,7 +101,7 @@ def analytic_rows(
         for row in judge.rows(gaps, rtol, name, 0.0, cells):
             if not row.passed and row.name not in notes:
                 notes[row.name] = _note(
-                    *pairs[row.name], blocks[pairs[row.name]].to(gaps.gap), closed, outer, routes.problem, rtol
+                    *pairs[row.name], blocks[pairs[row.name]].to(gaps.gap), hessian, outer, routes.problem, rtol
                 )
             yield row if row.passed else replace(row, note=notes[row.name])
 
@@ -110,26 +110,26 @@ def _note(
     i: str,
     j: str,
     block: Tensor,
-    closed: Hessian | HessianOperator,
+    hessian: Hessian | HessianOperator,
     outer: Callable[[], Tensor] | None,
     problem: Problem,
     rtol: float,
 ) -> str:
     """Return what would make a wrong block right, seen in products along generic directions, and a row that differs most."""
     V = normal((block.shape[1], 3), torch.Generator().manual_seed(0), problem.theta)
-    targets = {"": closed[i, j] @ V}
+    targets = {"": hessian[i, j] @ V}
     if outer is not None:
         with suppress(InputError):  # a loss that reads several tensors has no Gauss-Newton part
             targets["its functional part is added (it is the Gauss-Newton part alone)"] = (
                 outer()[problem.slices[i], problem.slices[j]] @ V
             )
     remedies = list[list[str]]()
-    for missing, target in targets.items():
+    for addition, target in targets.items():
         for change, variant in _variants(block, problem.params[i], problem.params[j]):
             x = variant @ V
             factor = float((x * target).sum() / x.square().sum())
             if factor and float((factor * x - target).abs().max()) <= rtol * float(target.abs().max()):
-                remedies.append([words for words in (change, _factor(factor, problem, rtol), missing) if words])
+                remedies.append([words for words in (change, _factor(factor, problem, rtol), addition) if words])
     remedy = (
         f"your block is right if {' and '.join(sorted(remedies, key=len)[0])}"
         if remedies
@@ -137,11 +137,11 @@ def _note(
     )
     difference = (block @ V - targets[""]).abs().amax(1)
     row, count = int(difference.argmax()), int((~(difference <= rtol * targets[""].abs().max())).sum())
-    expected = closed[j, i] @ (torch.arange(len(block), device=problem.device) == row).to(problem.theta)
-    column = int((block[row] - expected).abs().argmax())
+    true_row = hessian[j, i] @ (torch.arange(len(block), device=problem.device) == row).to(problem.theta)
+    column = int((block[row] - true_row).abs().argmax())
     return (
         f"{remedy}; entry {_entry(i, row, problem)} x {_entry(j, column, problem)} is {float(block[row, column]):.6g}, and "
-        f"should be {float(expected[column]):.6g}; {count} of {len(block)} rows differ"
+        f"should be {float(true_row[column]):.6g}; {count} of {len(block)} rows differ"
     )
 
 
@@ -150,13 +150,14 @@ def _entry(name: str, position: int, problem: Problem) -> str:
     return name + f"[{', '.join(map(str, np.unravel_index(position, problem.params[name].shape)))}]".replace("[]", "")
 
 
-def _variants(block: Tensor, down: Tensor, across: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _variants(block: Tensor, row_parameter: Tensor, column_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a block (n_i, n_j) of two parameters as it is, transposed and reordered, each with the change in words."""
     yield "", block
     if block.shape[0] == block.shape[1]:
         yield "transposed", block.T
+    parameters = (row_parameter, column_parameter)
     rows, columns = (
-        torch.arange(x.numel(), device="cpu").view(x.shape[::-1]).permute(*range(x.ndim)[::-1]).flatten() for x in (down, across)
+        torch.arange(x.numel(), device="cpu").view(x.shape[::-1]).permute(*range(x.ndim)[::-1]).flatten() for x in parameters
     )
     order = "reordered from column-stacking (vec_c) to vec_r"
     yield f"{order} (of a Kronecker product: the factors swapped)", block[rows][:, columns]
@@ -166,14 +167,14 @@ def _variants(block: Tensor, down: Tensor, across: Tensor) -> Iterator[tuple[str
 
 def _factor(factor: float, problem: Problem, rtol: float) -> str:
     """Return a factor in words; "" for 1."""
-    known, entries = dict[float, str](), problem.target.numel() if isinstance(problem.target, Tensor) else 1
+    meanings, entries = dict[float, str](), problem.target.numel() if isinstance(problem.target, Tensor) else 1
     for noun, n in (("samples", problem.batch.n_samples), ("entries of the target", entries)):
-        known |= {
+        meanings |= {
             n: f"multiplied by {n}, the number of {noun}",
             1 / n: f"divided by {n}, the number of {noun}",
             2 / n: f"multiplied by 2/{n}, with {n} {noun}",
             n / 2: f"multiplied by {n}/2, with {n} {noun}",
         }
-    known |= {1.0: "", 2.0: "doubled", 0.5: "halved", -1.0: "negated"}
-    near = [words for value, words in known.items() if abs(factor - value) <= 10 * rtol * abs(value)]
-    return near[-1] if near else f"multiplied by {factor:.6g}"
+    meanings |= {1.0: "", 2.0: "doubled", 0.5: "halved", -1.0: "negated"}
+    matches = [words for value, words in meanings.items() if abs(factor - value) <= 10 * rtol * abs(value)]
+    return matches[-1] if matches else f"multiplied by {factor:.6g}"

@@ -30,7 +30,7 @@ from hessiankit.verify.analytic import Blocks, analytic_rows, completed, read_an
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import (
     ANALYTIC,
-    CLOSED,
+    HESSIANKIT,
     CheckRow,
     Judge,
     cells_of_groups,
@@ -50,19 +50,19 @@ from hessiankit.verify.traits import traits
 
 INDEPENDENT = ("reverse-over-reverse", "jvp(grad)", "central-differences")
 """Three references that share nothing."""
-AGAINST = (*INDEPENDENT, "torch.func.hessian", "curvlinops")
-"""The references for hessiankit's own blocks: those that torch has wrong are shown too."""
+REFERENCES_OF_BLOCKS = (*INDEPENDENT, "torch.func.hessian", "curvlinops")
+"""References for hessiankit's own blocks: those that torch has wrong are shown too."""
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.3}
-"""Relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
-WHOLE = 400
-"""Up to this many parameters every entry is compared; beyond it, generic directions on every parameter."""
+"""Tolerances relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
+ENTRYWISE = 400
+"""Number of parameters up to which every entry is compared; beyond it, generic directions on every parameter."""
 PRODUCTS = 5000
-"""Beyond this many parameters no matrix is formed: products are compared, along generic directions on groups of parameters."""
+"""Number of parameters beyond which no matrix is formed: products are compared, along directions on groups of parameters."""
 MATRIX = 20000
-"""The same where ``directions`` are given."""
+"""Limit in place of ``PRODUCTS`` where ``directions`` are given."""
 ENTRIES = 2**15
-"""Inputs of at most so many entries are small: torch cuts an operation into as many for a thread (its grain size)."""
+"""Number of entries up to which inputs are small: torch cuts an operation into as many for a thread (its grain size)."""
 
 
 @checked("check")
@@ -93,10 +93,10 @@ def check(
 
     Args:
         block_or_module: Any module; it is not changed.
-        inputs: What it is called with, one batch as in :func:`hessiankit.hessian`; for hessiankit's own modules drawn from
+        inputs: Inputs of the call, one batch as in :func:`hessiankit.hessian`; for hessiankit's own modules drawn from
             ``seed`` if omitted.
-        target: What the loss compares with; drawn if omitted together with the inputs.
-        loss: As in :func:`hessiankit.hessian`.
+        target: Target of the loss; drawn if omitted together with the inputs.
+        loss: Loss as in :func:`hessiankit.hessian`.
         against: Names of the references, see ``hessiankit.verify.REFERENCES``. By default three that share nothing, reverse over
             reverse, forward over reverse and central differences; ``torch.func.hessian`` where torch has no forward mode of the
             gradient, and for hessiankit's own blocks, with curvlinops, to show where they are wrong.
@@ -109,7 +109,7 @@ def check(
             and 4 directions a parameter beyond; 0 for every entry at any size. Beyond 5,000 parameters (20,000 where
             ``directions`` is given) no matrix is formed: products of ``hessian_operator`` are compared along that many
             directions (1) on each group of parameters of the same role, and along one on all parameters.
-        formulas: For a :class:`TransformerBlock`, whether to check as well a wide twin of it (the same structure at widths above
+        formulas: Whether to check, for a :class:`TransformerBlock`, a wide twin of it too (the same structure at widths above
             16, four heads, W_O, gelu) and, of post-norm blocks, the vec_r formulas at tiny sizes.
         exact: Whether to check the vec_r formulas of every :class:`TransformerBlock` in the module in exact arithmetic too, at
             the smallest sizes of its structure (:func:`hessiankit.verify.check_exact_blocks`): it takes seconds.
@@ -120,7 +120,7 @@ def check(
             parameters in the dtype of the check, that returns either. A matrix in float32 is compared to float32's tolerance.
             For a wrong block the report says where it differs, and whether it would be right transposed, doubled, with another
             sign or factor, or taken out of column-stacking order (vec_c).
-        progress: Called with (what, items done, items in all): of a reference, directions. By default a bar in a terminal.
+        progress: Function called with (what, items done, items in all): of a reference, directions. By default a terminal's bar.
 
     Up to 5,000 parameters and 32,768 entries of the inputs torch computes in one thread, which is faster for operations as
     small as these; its number of threads is restored afterwards.
@@ -145,10 +145,10 @@ def check(
     if directions is not None and directions < 0:
         raise InputError(f"check: directions={directions} is negative; pass 1 or more, 0 for every entry, or None")
     names = None if params is None else list(select("check", block_or_module, params))
-    drawn = " and inputs and target drawn from it" if inputs is None else ""
+    origin = " and inputs and target drawn from it" if inputs is None else ""
     if inputs is not None:
-        several, pairs, loss = read_data(inputs, target, loss, block_or_module)
-        if several:
+        is_many, pairs, loss = read_data(inputs, target, loss, block_or_module)
+        if is_many:
             raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
         inputs, target = (ordinary(part) for part in next(pairs))
 
@@ -162,9 +162,9 @@ def check(
             data, labels = (cast(x, dtype) for x in (data, labels))
             options = _Options(loss, names, analytic, against, rtol, seed, directions, formulas, exact, tell)
             report = _report(block_or_module, data, labels, options)  # refuses a module without parameters
-            kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(data)}"
-            asked = f"{kinds}, {method_of(next(block_or_module.parameters()).dtype)}, seed {seed}{drawn}"
-        return replace(report, asked=asked, seconds=time.perf_counter() - start)
+            kinds = f"{type(block_or_module).__name__}, loss {_loss_name(loss)}, inputs {_shapes(data)}"
+            call = f"{kinds}, {method_of(next(block_or_module.parameters()).dtype)}, seed {seed}{origin}"
+        return replace(report, asked=call, seconds=time.perf_counter() - start)
 
     try:
         return report_in(dtype)
@@ -196,7 +196,7 @@ class _Options(NamedTuple):
     loss: LossArgument
     params: list[str] | None
     analytic: Any
-    against: Iterable[str] | None
+    references: Iterable[str] | None
     rtol: float | None
     seed: int
     directions: int | None
@@ -224,85 +224,90 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         params=options.params,
         handshake=False,  # loss and gradient are rows
     ).only()
-    closed: Hessian | HessianOperator
+    hessian: Hessian | HessianOperator
     if by_products:
-        closed = HessianOperator.of([batch], block_size=1)
+        hessian = HessianOperator.of([batch], block_size=1)
     else:
-        closed = hessian_of(Evaluation([batch], None, partial(options.progress, "closed form")))
+        hessian = hessian_of(Evaluation([batch], None, partial(options.progress, "closed form")))
     problem = Problem(module, inputs, target, options.loss, batch.parameters, batch)
     blocks = {} if options.analytic is None else read_analytic(options.analytic, problem)
-    seen = traits(problem)
-    rtol = options.rtol if options.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
-    own = isinstance(module, (TransformerBlock, VisionTransformer)) and not by_products
-    names = list(options.against) if options.against is not None else list(AGAINST if own else INDEPENDENT)
+    module_traits = traits(problem)
+    precision = module_traits.precision
+    rtol = options.rtol if options.rtol is not None else TOLERANCE.get(precision, 1e-10)
+    is_block = isinstance(module, (TransformerBlock, VisionTransformer)) and not by_products
+    defaults = REFERENCES_OF_BLOCKS if is_block else INDEPENDENT
+    names = list(defaults if options.references is None else options.references)
     probes = None
-    if isinstance(closed, HessianOperator):
+    if isinstance(hessian, HessianOperator):
         groups, per_group = roles(problem.params), options.directions or 1
-        along = [Direction(j, (j,), options.seed) for j in dict.fromkeys(j for _, j in blocks)]
-        along += directions(groups, per_group, options.seed)
+        test_directions = [Direction(j, (j,), options.seed) for j in dict.fromkeys(j for _, j in blocks)]
+        test_directions += directions(groups, per_group, options.seed)
         comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
-        labels = {direction.label: direction for direction in reversed(along)}
-        routes = SideBySide(Judge(rounding_noise(problem, names, seen.precision, by_operator, labels)), seen, rtol)
-        results = _along_each(problem, closed, blocks, names, along, routes, options.progress)
+        labels = {direction.label: direction for direction in reversed(test_directions)}
+        routes = SideBySide(Judge(rounding_noise(problem, names, precision, by_operator, labels)), module_traits, rtol)
+        results = _along_each(problem, hessian, blocks, names, test_directions, routes, options.progress)
     else:
         groups, comparison = {name: (name,) for name in problem.params}, "every entry"
-        if options.directions or (options.directions is None and problem.size > WHOLE):
+        if options.directions or (options.directions is None and problem.size > ENTRYWISE):
             probes = probe_directions(problem, options.directions or 4, options.seed)
             comparison = f"{options.directions or 4} generic directions a parameter"
-        more = ["torch.func.hessian"] if options.against is None and not own else []
-        results = _all_at_once(problem, names, more, probes, options)
-        judge = Judge(rounding_noise(problem, results, seen.precision, closed_form))
-        routes = SideBySide(judge, seen, AGREEMENT[seen.precision])
+        substitutes = ["torch.func.hessian"] if options.references is None and not is_block else []
+        results = _all_at_once(problem, names, substitutes, probes, options)
+        judge = Judge(rounding_noise(problem, results, precision, closed_form))
+        routes = SideBySide(judge, module_traits, AGREEMENT[precision])
         options.progress("agreement of the references", 0, 1)
-        matrices = ({ANALYTIC: completed(blocks, closed.matrix, problem.slices)} if blocks else {}) | {CLOSED: closed.matrix}
-        mine = {n: Outcome(A if probes is None else probes.V.to(A) @ A.T) for n, A in matrices.items()}
-        routes.add({**mine, **results}, probes)
+        matrices = {ANALYTIC: completed(blocks, hessian.matrix, problem.slices)} if blocks else {}
+        matrices |= {HESSIANKIT: hessian.matrix}
+        outcomes = {n: Outcome(A if probes is None else probes.V.to(A) @ A.T) for n, A in matrices.items()}
+        routes.add({**outcomes, **results}, probes)
     judge, health = routes.judge, routes.health(results)
     healthy = [name for name in results if health[name].healthy]
     rows: list[CheckRow] = []
-    for done, name in enumerate(healthy):
-        options.progress(f"errors beside {name}", done, len(healthy))
-        gaps = routes.gaps(CLOSED, name)
+    for count, name in enumerate(healthy):
+        options.progress(f"errors beside {name}", count, len(healthy))
+        gaps = routes.gaps(HESSIANKIT, name)
         cells = cells_of_groups(gaps, groups, judge.names) if by_products else cells_of_pairs(judge.names)
         rows += judge.rows(gaps, rtol, name, health[name].seconds, cells)
     options.progress("operator and diagonal", 0, 2)
     exact = {n: x for n in healthy if isinstance(x := results[n], Outcome) and not REFERENCES[n].many_calls}
-    same = SameCall(judge, rtol, groups, exact)
+    same_call = SameCall(judge, rtol, groups, exact)
     of_matrix: dict[str, Any] = {}
-    if isinstance(closed, HessianOperator):
-        same.of_operator(closed)
-        remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(same.remarks)}"]
+    if isinstance(hessian, HessianOperator):
+        same_call.of_operator(hessian)
+        remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(same_call.remarks)}"]
     else:
-        same.of_matrix(closed, probes, options.seed)
-        remarks, of_matrix["identities"] = same.remarks, identities(problem, closed.matrix, rtol=rtol)
+        same_call.of_matrix(hessian, probes, options.seed)
+        remarks, of_matrix["identities"] = same_call.remarks, identities(problem, hessian.matrix, rtol=rtol)
         formulas, of_matrix["exact"] = _formulas(module, options)
-        same.rows += formulas
+        same_call.rows += formulas
     if blocks:
         kind = max((block.dtype for block in blocks.values()), key=lambda dtype: TOLERANCE.get(dtype, 0.0))
-        allowed = rtol if options.rtol is not None else max(rtol, TOLERANCE.get(kind, 0.0))
-        remarks.append(f"analytic, in {kind}, is compared to {allowed:.0e}; a function has all digits" if allowed > rtol else "")
+        tolerance = rtol if options.rtol is not None else max(rtol, TOLERANCE.get(kind, 0.0))
+        if tolerance > rtol:
+            remarks.append(f"analytic, in {kind}, is compared to {tolerance:.0e}; a function has all digits")
         # central differences take no products along the directions on single parameters
-        same.rows += analytic_rows(blocks, routes, (CLOSED, *(exact if by_products else healthy)), closed, allowed)
-    notes = tuple(remark for remark in (seen.padding, *remarks) if remark)
-    lowered = f"{seen.lowered_by} computes in {seen.precision}" if options.rtol is None and seen.lowered_by else ""
-    every = (*rows, *same.rows)
-    return CheckReport(every, tuple(health.values()), closed, rtol, comparison, remarks=notes, lowered=lowered, **of_matrix)
+        same_call.rows += analytic_rows(blocks, routes, (HESSIANKIT, *(exact if by_products else healthy)), hessian, tolerance)
+    notes = tuple(remark for remark in (module_traits.padding, *remarks) if remark)
+    lowered_by = module_traits.lowered_by if options.rtol is None else ""
+    lowered = f"{lowered_by} computes in {precision}" if lowered_by else ""
+    all_rows = (*rows, *same_call.rows)
+    return CheckReport(all_rows, tuple(health.values()), hessian, rtol, comparison, remarks=notes, lowered=lowered, **of_matrix)
 
 
 def _all_at_once(
-    problem: Problem, names: list[str], more: list[str], probes: Probes | None, options: _Options
+    problem: Problem, names: list[str], substitutes: list[str], probes: Probes | None, options: _Options
 ) -> dict[str, Outcome | Unsupported]:
     """Return matrices, or products along ``probes``; those of central differences along a direction on each parameter.
 
-    The references ``more`` take part where torch has no forward mode of the gradient.
+    The references ``substitutes`` take part where torch has no forward mode of the gradient.
     """
-    few = None  # each of their directions costs dozens of calls
+    difference_probes = None  # each of their directions costs dozens of calls
     if options.directions is None:
-        few = probe_directions(problem, 1, options.seed) if probes is None else probes.first()
+        difference_probes = probe_directions(problem, 1, options.seed) if probes is None else probes.first()
     V = None if probes is None else probes.V
-    results = run_references(problem, V, names, probes=few, progress=options.progress)
-    if more and isinstance(results["jvp(grad)"], Unsupported):
-        results |= run_references(problem, V, more, progress=options.progress)
+    results = run_references(problem, V, names, probes=difference_probes, progress=options.progress)
+    if substitutes and isinstance(results["jvp(grad)"], Unsupported):
+        results |= run_references(problem, V, substitutes, progress=options.progress)
     return results
 
 
@@ -311,7 +316,7 @@ def _along_each(
     operator: HessianOperator,
     blocks: Blocks,
     names: list[str],
-    along: list[Direction],
+    test_directions: list[Direction],
     routes: SideBySide,
     progress: Tell,
 ) -> dict[str, Outcome | Unsupported]:
@@ -320,18 +325,18 @@ def _along_each(
     Only what one direction needs is in memory: a vector of the parameters' size for each result, and a graph. The last direction
     is the one that central differences, which call the module many times, take as well.
     """
-    results, left_out = dict[str, Outcome | Unsupported](), set[str]()
-    for done, direction in enumerate(along, 1):
+    results, failures = dict[str, Outcome | Unsupported](), set[str]()
+    for count, direction in enumerate(test_directions, 1):
         V = direction.vector(problem)[None]
-        asked = [n for n in names if n not in left_out and (done == len(along) or not REFERENCES[n].many_calls)]
-        now = run_references(problem, V, asked)
-        left_out |= {name for name, result in now.items() if isinstance(result, Unsupported)}
-        mine, probes = {CLOSED: Outcome((operator @ V[0])[None])}, Probes(V, (direction.label,))
+        subset = [n for n in names if n not in failures and (count == len(test_directions) or not REFERENCES[n].many_calls)]
+        outcomes = run_references(problem, V, subset)
+        failures |= {name for name, result in outcomes.items() if isinstance(result, Unsupported)}
+        subject, probes = {HESSIANKIT: Outcome((operator @ V[0])[None])}, Probes(V, (direction.label,))
         column = {pair: block for pair, block in blocks.items() if pair[1] == direction.label}
-        own = {ANALYTIC: Outcome(completed(column, mine[CLOSED].value, problem.slices, probes))} if column else {}
-        routes.add({**own, **mine, **now}, probes)
-        results |= now
-        progress("products", done, len(along))
+        user_form = {ANALYTIC: Outcome(completed(column, subject[HESSIANKIT].value, problem.slices, probes))} if column else {}
+        routes.add({**user_form, **subject, **outcomes}, probes)
+        results |= outcomes
+        progress("products", count, len(test_directions))
     return {name: results[name] for name in names}
 
 
@@ -345,7 +350,7 @@ def _formulas(module: nn.Module, options: _Options) -> tuple[list[CheckRow], tup
         return rows, check_exact_blocks(module, seed=options.seed) if options.exact else ()
 
 
-def _named(loss: LossArgument) -> str:
+def _loss_name(loss: LossArgument) -> str:
     return str(loss) if loss is None or isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
 
 

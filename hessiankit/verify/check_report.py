@@ -21,8 +21,8 @@ from hessiankit.verify.identities import IdentityReport
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
 
-DRAWN = 30  # rows of a picture
-SHOWN = 3  # wrong blocks of a user's closed form of which print() says more; .table() has all
+BARS = 30  # rows of a picture
+NOTES = 3  # wrong blocks of a user's closed form of which print() says more; .table() has all
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +36,7 @@ class CheckReport(Printed, WithDict):
         rtol: The tolerance.
         comparison: "every entry", or how many directions a parameter.
         seconds: Total time.
-        remarks: What breaks references, what was left out.
+        remarks: Causes that break references, and comparisons that were left out.
         lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
         identities: Exact identities of the gradient and the Hessian that the module's structure implies.
         exact: The vec_r formulas of the module's blocks in exact arithmetic, with ``exact=True``.
@@ -101,9 +101,11 @@ class CheckReport(Printed, WithDict):
         tolerance = f"{self.rtol:.0e}{f', as {self.lowered}' if self.lowered else ''}"
         if len(self.healthy_groups) < 2:
             unconfirmed = ", ".join(h.reference for h in self.health if h.alone)
-            seen = f"{unconfirmed} alone" if unconfirmed else f"only {len(self.healthy_groups)} independent healthy reference(s)"
+            evidence = (
+                f"{unconfirmed} alone" if unconfirmed else f"only {len(self.healthy_groups)} independent healthy reference(s)"
+            )
             return (
-                f"NOT VERIFIED: {seen}, two independent ones are needed. "
+                f"NOT VERIFIED: {evidence}, two independent ones are needed. "
                 "Name more references in against=..., or see their health for what broke them."
                 + "".join(f" Note: {r}." for r in self.remarks)
             )
@@ -111,8 +113,8 @@ class CheckReport(Printed, WithDict):
         if failed:
             worst = max(failed, key=lambda row: row.max_rel_error)
             where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
-            said = f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {tolerance})"
-            return said + "".join(f". Note: {r}" for r in (worst.note, *self.remarks) if r)
+            sentence = f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {tolerance})"
+            return sentence + "".join(f". Note: {r}" for r in (worst.note, *self.remarks) if r)
         if not self.identities:
             return f"FAILED: the references agree, but an exact identity does not hold. {self.identities.verdict}"
         unequal = [row for row in self.exact if not row.passed]
@@ -132,8 +134,8 @@ class CheckReport(Printed, WithDict):
         for reference in self.references:
             rows = [row for row in self.rows if row.reference == reference and not row.of_same_call]
             worst = max(row.max_rel_error for row in rows)
-            within = " within its own error" if worst > self.rtol else ""
-            parts.append(f"{reference} {worst:.1e}{within}")
+            qualifier = " within its own error" if worst > self.rtol else ""
+            parts.append(f"{reference} {worst:.1e}{qualifier}")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,7 +148,7 @@ class CheckReport(Printed, WithDict):
         A reference passes beyond the line where it states an error of its own, as central differences do.
 
         Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
+            path: Path of the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
                 it as CSV.
 
         Raises:
@@ -156,10 +158,12 @@ class CheckReport(Printed, WithDict):
 
         errors, references = self._by_pair()
         pairs = sorted(errors, key=lambda name: _worst(errors[name]), reverse=True)
-        shown = pairs[:DRAWN]
-        bars = {r: [errors[name][r].max_rel_error if r in errors[name] else math.nan for name in shown] for r in references}
-        title = self.verdict.partition(":")[0] + ("" if shown == pairs else f"; the {len(shown)} largest of {len(pairs)} pairs")
-        labels = pair_labels(shown, _parameters(errors))
+        largest = pairs[:BARS]
+        bars = {r: [errors[name][r].max_rel_error if r in errors[name] else math.nan for name in largest] for r in references}
+        title = self.verdict.partition(":")[0] + (
+            "" if largest == pairs else f"; the {len(largest)} largest of {len(pairs)} pairs"
+        )
+        labels = pair_labels(largest, _parameters(errors))
         axis = "largest difference, relative to the block's largest entry"
         return row_chart("CheckReport.plot", labels, bars, axis=axis, title=title, path=path, line=(self.rtol, "tolerance"))
 
@@ -185,12 +189,12 @@ class CheckReport(Printed, WithDict):
             methods = "/".join(dict.fromkeys(row.method for row in by_reference.values()))
             norms = (f"{self.closed_form.spectral_norm(i, j):.4g}", f"{self.closed_form.frobenius_norm(i, j):.4g}")
             rows.append((name, size, methods, *norms, *cells))
-        own = ("size", "method", "||.||_2", "||.||_F") if isinstance(self.closed_form, Hessian) else ()
+        columns = ("size", "method", "||.||_2", "||.||_F") if isinstance(self.closed_form, Hessian) else ()
         agree = [r for r in references if all(of[r].passed for of in errors.values() if r in of)]
         return table(
-            ("block pair", *own, *references),
+            ("block pair", *columns, *references),
             rows,
-            left=3 if own else 1,
+            left=3 if columns else 1,
             names=_parameters(errors),
             drop=("method", "||.||_F", "size", *reversed(agree[1:]), "||.||_2"),
             rank=[_worst(of) for of in errors.values()],
@@ -219,14 +223,14 @@ class CheckReport(Printed, WithDict):
         return self.verdict
 
     def _parts(self) -> Iterator[Piece]:
-        closed = self.closed_form
+        hessian = self.closed_form
         title = f"{self.asked}; " if self.asked else ""
-        title += f"{closed.shape[0] if isinstance(closed, HessianOperator) else closed.matrix.shape[0]:,} parameters"
-        title += f", closed form in {closed.seconds:.2f} s" if isinstance(closed, Hessian) else ", by products"
-        if closed.fallbacks:
-            title += f"; differentiated automatically one by one: {', '.join(closed.fallbacks)}"
-        if isinstance(closed, Hessian) and closed.unused:
-            title += f"; no effect on the loss: {', '.join(map(repr, closed.unused))}"
+        title += f"{hessian.shape[0] if isinstance(hessian, HessianOperator) else hessian.matrix.shape[0]:,} parameters"
+        title += f", closed form in {hessian.seconds:.2f} s" if isinstance(hessian, Hessian) else ", by products"
+        if hessian.fallbacks:
+            title += f"; differentiated automatically one by one: {', '.join(hessian.fallbacks)}"
+        if isinstance(hessian, Hessian) and hessian.unused:
+            title += f"; no effect on the loss: {', '.join(map(repr, hessian.unused))}"
         yield title
         pairs = self.pair_table()
         if pairs.rows:
@@ -236,7 +240,7 @@ class CheckReport(Printed, WithDict):
             for row in reversed(self.rows)
             if row.note  # hessiankit's is the first of a block's rows
         }
-        yield from (line if k < SHOWN else Detail(line) for k, line in enumerate(reversed(notes.values())))
+        yield from (line if k < NOTES else Detail(line) for k, line in enumerate(reversed(notes.values())))
         if self.identities.rows:
             yield Detail(self.identities.table_of_rows())
         if self.exact:

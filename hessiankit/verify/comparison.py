@@ -24,7 +24,7 @@ from hessiankit.verify.problem import Problem
 Route: TypeAlias = Callable[[Problem, Tensor], Tensor]
 """A problem and directions (k, P) -> products (k, P)."""
 
-CLOSED = "hessiankit"
+HESSIANKIT = "hessiankit"
 """The name of the result under test."""
 
 ULPS = 16.0
@@ -55,7 +55,7 @@ ANALYTIC = "analytic"
 """The beginning of the names of rows about the user's own closed form."""
 
 ZERO = "0 (exact)"
-ROUNDED = "0 to rounding"
+ROUNDING = "0 to rounding"
 
 SAME_CALL = {
     "loss": "loss of the same call",
@@ -80,10 +80,10 @@ class CheckRow:
             parameter" (of a block of the same structure at larger widths).
         reference: The reference.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.
-        passed: Whether it lies within the tolerance plus the reference's estimate of its own error.
+        passed: Whether the error lies within the tolerance plus the reference's estimate of its own error.
         seconds: Time of the reference for all block pairs together.
         method: The dtype of the comparison; for exact arithmetic see ``CheckReport.exact``.
-        zero: ``ZERO`` where both sides are exactly 0; ``ROUNDED`` where the row passed, but the block has no relative error: the
+        zero: ``ZERO`` where both sides are exactly 0; ``ROUNDING`` where the row passed, but the block has no relative error: the
             closed form is 0 up to rounding of the whole Hessian, and so is the reference, or it is within its own error.
             ``max_rel_error`` then is 0.
         note: Change that would make a wrong block of a user's closed form right, and the entry that differs most.
@@ -105,7 +105,7 @@ class CheckRow:
 
     @property
     def of_same_call(self) -> bool:
-        """Whether it is about loss, gradient, operator, diagonal or a user's closed form instead of hessiankit's blocks."""
+        """Whether the row is about loss, gradient, operator, diagonal or a user's closed form instead of hessiankit's blocks."""
         return self.name.partition(":")[0] in SAME_CALL
 
 
@@ -135,7 +135,7 @@ class RoundingNoise:
     problem: Problem
     routes: Mapping[str, Route]  # whose products are compared; each leaves a remainder of its own
     precision: torch.dtype  # the lowest floating type that the module computes in
-    along: Mapping[str, Direction] | None = None  # a direction of each label; None: on each parameter
+    directions: Mapping[str, Direction] | None = None  # a direction of each label; None: on each parameter
     _columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -148,25 +148,27 @@ class RoundingNoise:
 
         It is symmetric where the labels are the parameters.
         """
-        missing = [label for label in labels if label not in self._columns]
-        at_once = len(missing) if self.along is None else 1  # of a large model one vector at a time
-        for first in range(0, len(missing), at_once or 1):
-            self._measure(missing[first : first + at_once])
+        new_labels = [label for label in labels if label not in self._columns]
+        chunk = len(new_labels) if self.directions is None else 1  # of a large model one vector at a time
+        for first in range(0, len(new_labels), chunk or 1):
+            self._measure(new_labels[first : first + chunk])
         columns = torch.stack([self._columns[label] for label in labels], 1)
         symmetric = tuple(labels) == tuple(self.problem.params)
         return torch.maximum(columns, columns.T) if symmetric else columns
 
     def _measure(self, labels: Sequence[str]) -> None:
         """Measure the noise along some labels: every route once at each point."""
-        along = [self.along[label] if self.along is not None else Direction(label, (label,), 1) for label in labels]
-        V, generator = torch.stack([direction.vector(self.problem) for direction in along]), torch.Generator().manual_seed(0)
+        directions = [
+            self.directions[label] if self.directions is not None else Direction(label, (label,), 1) for label in labels
+        ]
+        V, generator = torch.stack([direction.vector(self.problem) for direction in directions]), torch.Generator().manual_seed(0)
         points = [self.problem, *(perturbed(self.problem, self.eps, generator) for _ in range(PERTURBATIONS))]
         change = self.problem.theta.new_zeros(len(self.problem.params), len(labels))
         for route in self.routes.values():
             with suppress(HessiankitError):  # without this route's remainder the comparison is stricter
-                here, *there = (route(point, V) for point in points)
-                for after in there:
-                    change = torch.maximum(change, self.problem.largest(after - here).to(change))
+                products, *variants = (route(point, V) for point in points)
+                for variant in variants:
+                    change = torch.maximum(change, self.problem.largest(variant - products).to(change))
         self._columns |= {label: SAFETY * change[:, at] for at, label in enumerate(labels)}
 
 
@@ -183,7 +185,7 @@ class Worst:
         return f"{self.share:.2g} of the largest entry{where}"
 
 
-NOTHING = Worst(math.nan, math.nan, None)
+NO_COMPARISON = Worst(math.nan, math.nan, None)
 
 
 class Gaps(NamedTuple):
@@ -201,7 +203,7 @@ class Gaps(NamedTuple):
         return torch.maximum(self.first, self.second)
 
     @property
-    def own(self) -> Tensor:
+    def relative_slack(self) -> Tensor:
         """The routes' own errors, relative to the cell's scale."""
         return self.slack / self.scale.clamp_min(torch.finfo(self.slack.dtype).tiny)
 
@@ -212,8 +214,8 @@ def joined(parts: Sequence[Gaps]) -> Gaps:
     for gaps in parts:
         for at, label in enumerate(gaps.labels):
             columns.setdefault(label, []).append(torch.stack([numbers[:, at] for numbers in gaps[1:]]))
-    stacked = torch.stack([torch.stack(alike).amax(0) for alike in columns.values()], 2)  # (4, n, labels)
-    return Gaps(tuple(columns), *stacked)
+    maxima = torch.stack([torch.stack(alike).amax(0) for alike in columns.values()], 2)  # (4, n, labels)
+    return Gaps(tuple(columns), *maxima)
 
 
 class Layout:
@@ -248,7 +250,7 @@ class Layout:
         forms v_k^T H v_l, which are compared with |(H v_l)_i|, the length of the product restricted to v_k's parameter i (v_k has
         length one).
         """
-        own = torch.zeros_like(self.largest(products)) if error is None else error
+        slack = torch.zeros_like(self.largest(products)) if error is None else error
         if V is None:
             scale, gap = self.largest(products), self.largest(products - products.T)
         else:
@@ -257,8 +259,8 @@ class Layout:
             gap = self._over(torch.stack([gaps[rows].amax(0) for rows in self._rows]))
             scale = self._over(torch.stack([products[:, where].norm(dim=1) for where in self.problem.slices.values()]))
             sizes = torch.tensor([x.numel() for x in self.problem.params.values()], device="cpu").to(products)
-            own = own * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
-        return Gaps(self.labels, gap, scale, scale.T, own + own.T)
+            slack = slack * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
+        return Gaps(self.labels, gap, scale, scale.T, slack + slack.T)
 
     def _over(self, per_direction: Tensor) -> Tensor:
         return torch.stack([per_direction[:, rows].amax(1) for rows in self._rows], dim=1)
@@ -289,14 +291,14 @@ class Judge:
         """
         floor = FLOOR * self.eps * gaps.scale.amax()
         slack = gaps.slack if admitted else torch.zeros_like(gaps.slack)
-        within = gaps.gap <= slack + floor
-        few = RESOLVED * self.small * gaps.scale.amax()
-        unresolved = within & (slack > RESOLVED * gaps.scale) & (slack <= few)
-        vanishing = within & (gaps.scale <= floor)
-        asked = (vanishing & ~unresolved & (gaps.gap > 0)).any(0)
-        if bool(asked.any()):
+        is_within = gaps.gap <= slack + floor
+        limit = RESOLVED * self.small * gaps.scale.amax()
+        unresolved = is_within & (slack > RESOLVED * gaps.scale) & (slack <= limit)
+        vanishing = is_within & (gaps.scale <= floor)
+        is_doubtful = (vanishing & ~unresolved & (gaps.gap > 0)).any(0)
+        if bool(is_doubtful.any()):
             symmetric = gaps.labels == self.names
-            labels = [label for label, ask in zip(gaps.labels, asked.tolist(), strict=True) if symmetric or ask]
+            labels = [label for label, doubt in zip(gaps.labels, is_doubtful.tolist(), strict=True) if symmetric or doubt]
             noise = torch.zeros_like(gaps.gap)
             noise[:, [gaps.labels.index(label) for label in labels]] = self.noise.floor(labels).to(noise)
             vanishing &= gaps.gap <= slack + noise
@@ -304,15 +306,15 @@ class Judge:
 
     def within(self, gaps: Gaps, tolerance: float) -> bool:
         """Tell whether each difference lies within the tolerance plus what the two sides admit."""
-        return bool((self.relative(gaps) <= tolerance + gaps.own).all())
+        return bool((self.relative(gaps) <= tolerance + gaps.relative_slack).all())
 
     def worst(self, gaps: Gaps) -> Worst:
         """Return the largest relative difference, its cell, and the largest difference as a share of the whole."""
         relative = self.relative(gaps)
         if not bool(torch.isfinite(relative).all()):
             return Worst(math.inf, math.inf, self._pair(gaps, int((~torch.isfinite(relative)).flatten().nonzero()[0])))
-        whole, at = float(gaps.scale.amax()), int(relative.argmax())
-        share = float(gaps.gap.amax()) / whole if whole > 0 else 0.0
+        scale, at = float(gaps.scale.amax()), int(relative.argmax())
+        share = float(gaps.gap.amax()) / scale if scale > 0 else 0.0
         return Worst(float(relative.flatten()[at]), share, self._pair(gaps, at))
 
     def _pair(self, gaps: Gaps, at: int) -> tuple[str, str]:
@@ -328,18 +330,18 @@ class Judge:
     ) -> Iterator[CheckRow]:
         """Yield the rows of a report: the closed form, the first of the two, against a reference, by the cells of each row."""
         relative = self.relative(gaps, admitted=False)
-        passed = relative <= rtol + gaps.own
+        is_within = relative <= rtol + gaps.relative_slack
         floor = FLOOR * self.eps * gaps.scale.amax()
-        below = (gaps.first <= floor) & (gaps.second <= torch.maximum(gaps.slack, floor))
-        vanishing = passed & below & ((relative == 0) | (relative > rtol))
+        is_small = (gaps.first <= floor) & (gaps.second <= torch.maximum(gaps.slack, floor))
+        vanishing = is_within & is_small & ((relative == 0) | (relative > rtol))
         for name, members in cells.items():
             at = tuple(torch.tensor(members, device="cpu").T)
             zero = ""
             if bool(vanishing[at].all()):
-                zero = ROUNDED if bool(gaps.scale[at].any()) else ZERO
+                zero = ROUNDING if bool(gaps.scale[at].any()) else ZERO
             errors = torch.where(vanishing[at], 0.0, relative[at])
             yield CheckRow(
-                name, reference, float(errors.amax()), bool(passed[at].all()), seconds, method_of(self.precision), zero
+                name, reference, float(errors.amax()), bool(is_within[at].all()), seconds, method_of(self.precision), zero
             )
 
 

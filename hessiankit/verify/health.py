@@ -12,14 +12,25 @@ import torch
 from torch import Tensor
 
 from hessiankit.support.errors import InputError
-from hessiankit.verify.comparison import CLOSED, NOTHING, RESOLVED, Gaps, Judge, Layout, RoundingNoise, Route, Worst, joined
+from hessiankit.verify.comparison import (
+    HESSIANKIT,
+    NO_COMPARISON,
+    RESOLVED,
+    Gaps,
+    Judge,
+    Layout,
+    RoundingNoise,
+    Route,
+    Worst,
+    joined,
+)
 from hessiankit.verify.probes import Direction, Probes
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported
 from hessiankit.verify.traits import Traits, known_defect, traits
 
 AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.3}
-"""Relative to the largest entry of a block, for routes without an error estimate of their own.
+"""Tolerances relative to the largest entry of a block, for routes without an error estimate of their own.
 
 Measured on transformer blocks: 2e-15 in float64, 2e-6 in float32.
 """
@@ -37,18 +48,18 @@ class Health:
     """Result of the examination of one reference.
 
     Args:
-        reference: Its name.
-        group: Its independent group; ``"under test"`` for a result that is not a reference.
+        reference: Name of the reference.
+        group: Independent group; ``"under test"`` for a result that is not a reference.
         symmetry_error: Largest |H - H^T|, relative to the largest entry of the block pair; nan for products of a large module.
         worst_parameter: The parameter whose gradient is differentiated worst (the first of ``worst_pair``).
         deviation: Largest difference from the consensus of the other references, relative to the block pair's largest
             entry; nan without a consensus.
         worst_pair: The block pair (i, j), derivative of i's gradient along j, of the largest error.
         attainable: The relative tolerance that the route can reach for this problem.
-        healthy: Finite, symmetric, precise enough and in agreement with a consensus of two independent groups.
-        seconds: Its time.
-        reason: Why it is healthy or not.
-        alone: Nothing speaks against it, and no reference by another path gave a result to compare it with.
+        healthy: Whether the result is finite, symmetric, precise enough, and agrees with a consensus of two independent groups.
+        seconds: Time of the reference.
+        reason: Reason why it is healthy or not.
+        alone: Whether nothing speaks against it, and no reference by another path gave a result to compare it with.
     """
 
     reference: str
@@ -89,7 +100,7 @@ def examine(
 
     Args:
         results: Name -> Hessian (P, P), or products (k, P) where ``probes`` are given; ``run_references`` returns it.
-        problem: What was differentiated.
+        problem: Problem that was differentiated.
         probes: The directions of the products; a result with directions of its own is compared along those.
         noise: The rounding errors of each block.
 
@@ -105,9 +116,9 @@ def examine(
     >>> [health.healthy for health in examine({**results, "mine": twice}, problem).values()]
     [True, True, False]
     """
-    seen = traits(problem)
-    judge = Judge(noise or rounding_noise(problem, results, seen.precision))
-    comparison = SideBySide(judge, seen, AGREEMENT[seen.precision])
+    module_traits = traits(problem)
+    judge = Judge(noise or rounding_noise(problem, results, module_traits.precision))
+    comparison = SideBySide(judge, module_traits, AGREEMENT[module_traits.precision])
     comparison.add({n: Outcome(x, seconds=math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
     return comparison.health(results)
 
@@ -116,14 +127,14 @@ def rounding_noise(
     problem: Problem,
     names: Iterable[str],
     precision: torch.dtype,
-    closed: Route | None = None,
-    along: Mapping[str, Direction] | None = None,
+    closed_form: Route | None = None,
+    directions: Mapping[str, Direction] | None = None,
 ) -> RoundingNoise:
     """Return the rounding noise of the closed form and of references, except those that call the module many times."""
     routes: dict[str, Route] = {n: REFERENCES[n].products for n in names if n in REFERENCES and not REFERENCES[n].many_calls}
     routes = routes or {"reverse-over-reverse": REFERENCES["reverse-over-reverse"].products}
-    routes |= {} if closed is None else {CLOSED: closed}
-    return RoundingNoise(problem, routes, precision, along)
+    routes |= {} if closed_form is None else {HESSIANKIT: closed_form}
+    return RoundingNoise(problem, routes, precision, directions)
 
 
 @dataclass
@@ -135,23 +146,23 @@ class Case:
     attainable: float
     note: str
     failed: bool = False
-    symmetry: Worst = NOTHING
+    symmetry: Worst = NO_COMPARISON
     symmetric: bool = True
     seconds: float = 0.0
 
     @property
     def group(self) -> str:
-        """Its independent group."""
+        """Independent group of the route."""
         return REFERENCES[self.name].independent_group if self.name in REFERENCES else UNDER_TEST
 
     @property
     def resolves(self) -> bool:
-        """Whether it is precise enough to judge others; in half precision, as precise as its own arithmetic can be."""
+        """Whether the result is precise enough to judge others; in half precision, as precise as its own arithmetic can be."""
         return self.attainable <= max(RESOLVED, self.tolerance)
 
     @property
     def judges(self) -> bool:
-        """Whether it may be part of the consensus."""
+        """Whether the result may be part of the consensus."""
         return not self.failed and self.symmetric and self.resolves and self.group != UNDER_TEST
 
 
@@ -162,8 +173,8 @@ class SideBySide:
     the largest entries and differences of every cell are kept. ``tolerance`` is that of a route without an error estimate.
     """
 
-    def __init__(self, judge: Judge, seen: Traits, tolerance: float) -> None:
-        self.problem, self.judge, self.seen, self.tolerance = judge.noise.problem, judge, seen, tolerance
+    def __init__(self, judge: Judge, module_traits: Traits, tolerance: float) -> None:
+        self.problem, self.judge, self.module_traits, self.tolerance = judge.noise.problem, judge, module_traits, tolerance
         self._cases: dict[str, Case] = {}
         self._gaps: dict[frozenset[str], list[Gaps]] = defaultdict(list)
 
@@ -172,36 +183,36 @@ class SideBySide:
 
         A result with directions of its own, some of these, is compared along those.
         """
-        alike, apart = dict[str, Outcome](), dict[str, Outcome]()
+        common, individual = dict[str, Outcome](), dict[str, Outcome]()
         for name, result in results.items():
             if isinstance(result, Unsupported):
                 self._cases[name] = Case(name, self.tolerance, math.inf, result.reason, failed=True)
                 continue
-            own, size = result.probes or probes, self.problem.size
-            expected = (size, size) if own is None else (len(own.owners), size)
-            if tuple(result.value.shape) != expected:
-                raise InputError(f"examine: '{name}' has shape {tuple(result.value.shape)}; expected {expected}.")
-            where = alike if own is probes else apart
-            where[name] = result if own is not None else result.mapped(torch.t)  # products, one a row
-        self._compare({}, alike, probes)
-        for name, result in apart.items():
+            result_probes, size = result.probes or probes, self.problem.size
+            shape = (size, size) if result_probes is None else (len(result_probes.owners), size)
+            if tuple(result.value.shape) != shape:
+                raise InputError(f"examine: '{name}' has shape {tuple(result.value.shape)}; expected {shape}.")
+            where = common if result_probes is probes else individual
+            where[name] = result if result_probes is not None else result.mapped(torch.t)  # products, one a row
+        self._compare({}, common, probes)
+        for name, result in individual.items():
             assert result.probes is not None
-            self._compare({n: _along(x, probes, result.probes) for n, x in alike.items()}, {name: result}, result.probes)
+            self._compare({n: _along(x, probes, result.probes) for n, x in common.items()}, {name: result}, result.probes)
 
-    def _compare(self, known: Mapping[str, Outcome], new: Mapping[str, Outcome], probes: Probes | None) -> None:
+    def _compare(self, partners: Mapping[str, Outcome], new: Mapping[str, Outcome], probes: Probes | None) -> None:
         """Compare new results with each other, and with those that are known."""
         layout = Layout(self.problem, None if probes is None else probes.owners)
-        errors = {n: None if x.error is None else layout.largest(x.error) for n, x in {**known, **new}.items()}
-        for (a, first), (b, second) in [*product(known.items(), new.items()), *combinations(new.items(), 2)]:
+        errors = {n: None if x.error is None else layout.largest(x.error) for n, x in {**partners, **new}.items()}
+        for (a, first), (b, second) in [*product(partners.items(), new.items()), *combinations(new.items(), 2)]:
             self._gaps[frozenset((a, b))].append(layout.gaps(first.value, second.value, errors[a], errors[b]))
         for name, result in new.items():
             is_new, error = name not in self._cases, errors[name]
             case = self._cases.setdefault(name, Case(name, self.tolerance, self.tolerance, result.note))
-            if is_new and name != CLOSED and layout.labels == self.judge.names:  # the directions lie on every parameter
+            if is_new and name != HESSIANKIT and layout.labels == self.judge.names:  # the directions lie on every parameter
                 pairs = layout.asymmetry(result.value, error, None if probes is None else probes.V)
                 case.symmetry, case.symmetric = self.judge.worst(pairs), self.judge.within(pairs, self.tolerance)
-            own = 0.0 if error is None else self.judge.attainable(error, layout.largest(result.value))
-            case.attainable, case.seconds = max(case.attainable, own), case.seconds + result.seconds
+            precision = 0.0 if error is None else self.judge.attainable(error, layout.largest(result.value))
+            case.attainable, case.seconds = max(case.attainable, precision), case.seconds + result.seconds
 
     def gaps(self, a: str, b: str) -> Gaps:
         """Return two results side by side; the one that was added first is first."""
@@ -226,25 +237,25 @@ class SideBySide:
         return case.resolves and not all(self.judge.within(self.gaps(case.name, name), case.tolerance) for name in consensus)
 
     def _health(self, case: Case, witnesses: Mapping[str, Case], consensus: Collection[str], dissent: str) -> Health:
-        judge, seen = self.judge, self.seen
-        others = [name for name in consensus if witnesses[name].group != case.group and not case.failed]
-        compared = {name: self.gaps(case.name, name) for name in others}
-        agrees = bool(others) and all(judge.within(compared[name], case.tolerance) for name in others)
+        judge, module_traits = self.judge, self.module_traits
+        peers = [name for name in consensus if witnesses[name].group != case.group and not case.failed]
+        gaps = {name: self.gaps(case.name, name) for name in peers}
+        agrees = bool(peers) and all(judge.within(gaps[name], case.tolerance) for name in peers)
         # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
-        nearest = min(others, key=lambda name: witnesses[name].attainable, default=None)
-        deviation = NOTHING if nearest is None else judge.worst(compared[nearest])
-        symmetry, defect = case.symmetry, known_defect(case.group, seen)
+        nearest = min(peers, key=lambda name: witnesses[name].attainable, default=None)
+        deviation = NO_COMPARISON if nearest is None else judge.worst(gaps[nearest])
+        symmetry, defect = case.symmetry, known_defect(case.group, module_traits)
         if nearest is not None and symmetry.pair is not None:  # let it name the wrong block and not its transpose
-            errors, pair = judge.relative(compared[nearest], admitted=False), [judge.names.index(n) for n in symmetry.pair]
+            errors, pair = judge.relative(gaps[nearest], admitted=False), [judge.names.index(n) for n in symmetry.pair]
             if float(errors[pair[0], pair[1]]) < float(errors[pair[1], pair[0]]):
                 symmetry = replace(symmetry, pair=symmetry.pair[::-1])
         tail = f"; {defect}" if defect else ""
-        alone = case.name in witnesses and all(other.group == case.group for other in witnesses.values())
+        is_alone = case.name in witnesses and all(witness.group == case.group for witness in witnesses.values())
         if case.failed:
             reason = f"unsupported: {case.note}"
-        elif alone:
+        elif is_alone:
             reason = "no other independent reference"
-        elif not math.isfinite(case.symmetry.error) and case.symmetry is not NOTHING:
+        elif not math.isfinite(case.symmetry.error) and case.symmetry is not NO_COMPARISON:
             reason = "not finite"
         elif not case.resolves:
             reason = f"resolves some block to {case.attainable:.1e} only{'; ' if case.note else ''}{case.note}"
@@ -257,11 +268,12 @@ class SideBySide:
         elif not agrees:
             reason = f"disagrees with {nearest} ({deviation}){tail}"
         else:
-            floor = f"; precision floor: {seen.lowered_by} computes in {seen.precision}" if seen.lowered_by else ""
+            lowered_by = module_traits.lowered_by
+            floor = f"; precision floor: {lowered_by} computes in {module_traits.precision}" if lowered_by else ""
             reason = f"agrees with {nearest} to {deviation.error:.1e}{floor}"
         if agrees and case.note:
             reason += f"; {case.note}"
-        worst = (deviation if others else case.symmetry).pair
+        worst = (deviation if peers else case.symmetry).pair
         return Health(
             case.name,
             case.group,
@@ -273,13 +285,13 @@ class SideBySide:
             healthy=agrees and case.symmetric and case.resolves,
             seconds=case.seconds,
             reason=reason,
-            alone=alone,
+            alone=is_alone,
         )
 
 
-def _along(result: Outcome, own: Probes | None, probes: Probes) -> Outcome:
-    """Return products along ``probes`` from those along every unit vector (``own`` None), or along more directions."""
-    if own is None:
+def _along(result: Outcome, source: Probes | None, probes: Probes) -> Outcome:
+    """Return products along ``probes`` from those along every unit vector (``source`` None), or along more directions."""
+    if source is None:
         error = None if result.error is None else probes.V.abs().to(result.error) @ result.error
         return replace(result, value=probes.V.to(result.value) @ result.value, error=error)
     if probes.rows is None:

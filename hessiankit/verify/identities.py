@@ -28,7 +28,7 @@ class IdentityRow:
         name: The parameters A that move, and after ``|`` those, C, that move against them.
         statement: The identity; g is the gradient of the parameters in question.
         max_rel_error: Largest violation, relative to the size of the terms that must cancel in its block.
-        passed: Whether it lies within the tolerance.
+        passed: Whether the error lies within the tolerance.
     """
 
     family: str
@@ -104,7 +104,7 @@ TERM_ROUNDING = 5000.0
 """A block whose terms all lie below TERM_ROUNDING * eps of the largest of the whole (1e-12 in float64) is not compared."""
 
 STEPS = (0.2, -0.37)
-"""How far a symmetry is followed before the loss is compared: from the parameters, and from a point near them."""
+"""Distances along a symmetry at which the loss is compared: from the parameters, and from a point near them."""
 
 
 def identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:
@@ -143,15 +143,15 @@ def identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:
     (True, [('linear maps', '0.weight, 0.bias | 2.weight')])
     """
     start = time.perf_counter()
-    seen = traits(problem)
-    if seen.precision != problem.dtype or seen.stopped_by:
+    module_traits = traits(problem)
+    if module_traits.precision != problem.dtype or module_traits.stopped_by:
         return IdentityReport((), rtol, time.perf_counter() - start)
     rng = torch.Generator().manual_seed(0)
-    proved = _confirmed_in_double(problem, rng)
+    invariances = _confirmed_in_double(problem, rng)
     g = problem.flat_gradient()
-    errors = _errors(problem, H, g, [motion for symmetry in proved for motion in symmetry.motions])
+    errors = _errors(problem, H, g, [motion for symmetry in invariances for motion in symmetry.motions])
     rows, at = [], 0
-    for symmetry in proved:
+    for symmetry in invariances:
         error = float(errors[at : at + len(symmetry.motions)].amax())  # NaN where one is
         at += len(symmetry.motions)
         rows.append(IdentityRow(symmetry.family, symmetry.name, symmetry.statement, error, error <= rtol))
@@ -198,25 +198,25 @@ def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion]) -
     theta, gradient = ({n: x.double() for n, x in values.items()} for values in (problem.params, problem.unflatten(g)))
     g = g.to(H)  # a Hessian has float32 where the gradient is of half precision
     X = torch.stack([_flat(theta, m.velocity(theta)) for m in motions], 1).to(H)  # (P, motions)
-    turned = torch.stack([_flat(theta, m.transposed(gradient)) for m in motions], 1).to(H)
+    transposes = torch.stack([_flat(theta, m.transposed(gradient)) for m in motions], 1).to(H)
     sized = torch.cat([X, problem.theta[:, None].to(H)], 1).abs()
     residuals, terms, largest, slope = [], [], H.new_zeros(()), H.new_zeros(())
     for rows in problem.slices.values():
         part = H[rows].abs()  # a copy, so block by block
         products = part @ sized
-        residuals.append((H[rows] @ X + turned[rows]).abs().amax(0))
-        terms.append(torch.maximum(products[:, :-1], turned[rows].abs()).amax(0))
+        residuals.append((H[rows] @ X + transposes[rows]).abs().amax(0))
+        terms.append(torch.maximum(products[:, :-1], transposes[rows].abs()).amax(0))
         largest = torch.maximum(largest, part.amax())
         slope = torch.maximum(slope, products[:, -1].amax())  # the size of the terms of the gradient, also where it vanishes
-    floor = TERM_ROUNDING * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
+    floor = TERM_ROUNDING * eps * torch.maximum(largest * X.abs().amax(0), transposes.abs().amax(0))
     blocks = [_relative(r, t, floor) for r, t in zip(residuals, terms, strict=True)]
     flat = TERM_ROUNDING * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)
     return torch.stack([_relative((g @ X).abs(), g.abs() @ X.abs(), flat), *blocks]).amax(0)
 
 
 def _relative(difference: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
-    nothing = (scale <= floor) & (difference <= floor)
-    return torch.where(nothing, 0.0, difference / scale.clamp_min(torch.finfo(scale.dtype).tiny))
+    is_zero = (scale <= floor) & (difference <= floor)
+    return torch.where(is_zero, 0.0, difference / scale.clamp_min(torch.finfo(scale.dtype).tiny))
 
 
 def _flat(theta: dict[str, Tensor], parts: dict[str, Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from hessiankit.support.torch_state import preserved_buffers, preserved_random_s
 def _holding(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Let tensors hold other values of their shape for a while; a ``.grad`` of another dtype is set aside."""
     pairs = list(values)
-    before = [(x, x.data, x.grad, x.requires_grad) for x, _ in pairs]
+    states = [(x, x.data, x.grad, x.requires_grad) for x, _ in pairs]
     try:
         for x, value in pairs:
             if value.dtype != x.dtype:
@@ -31,9 +31,9 @@ def _holding(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
             _hold(x, value.detach())
         yield
     finally:
-        for x, data, gradient, wanted in before:
+        for x, data, gradient, requires_grad in states:
             _hold(x, data)
-            x.requires_grad_(wanted)
+            x.requires_grad_(requires_grad)
             x.grad = gradient
 
 
@@ -55,7 +55,7 @@ def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 @contextmanager
-def preserved(module: nn.Module, *others: Any) -> Iterator[None]:
+def preserved(module: nn.Module, *objects: Any) -> Iterator[None]:
     """Restore what a call of a module and its loss can change: random states, attributes, lists, closures, values of buffers.
 
     >>> layer = nn.Linear(1, 1)
@@ -67,12 +67,12 @@ def preserved(module: nn.Module, *others: Any) -> Iterator[None]:
     >>> layer.seen, hasattr(layer, "calls"), layer.training
     ([], False, True)
     """
-    held = Held(module, *others)
+    state = Held(module, *objects)
     with preserved_random_states(module), preserved_buffers(module):
         try:
             yield
         finally:
-            held.restore()
+            state.restore()
 
 
 @contextmanager
@@ -91,12 +91,12 @@ def converted(owners: Iterable[Any], dtype: torch.dtype | None) -> Iterator[None
         yield
         return
     tensors = {id(x): x for owner in owners if isinstance(owner, nn.Module) for x in _tensors(owner)}
-    changed = []
+    pairs = []
     for x in tensors.values():
-        wanted = dtype.to_complex() if x.is_complex() and dtype.itemsize > 2 else dtype
-        if (x.is_floating_point() or x.is_complex()) and x.dtype != wanted:
-            changed.append((x, x.data.to(wanted)))
-    with _holding(changed):
+        new_dtype = dtype.to_complex() if x.is_complex() and dtype.itemsize > 2 else dtype
+        if (x.is_floating_point() or x.is_complex()) and x.dtype != new_dtype:
+            pairs.append((x, x.data.to(new_dtype)))
+    with _holding(pairs):
         yield
 
 
@@ -111,7 +111,7 @@ def _hold(x: Tensor, data: Tensor) -> None:
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield the leaf tensors that a module and its children hold, in whatever containers."""
     for part in module.modules():
-        held = {name: value for name, value in vars(part).items() if name not in ("_modules", "_forward_hooks")}
-        for x in _pytree.tree_leaves(held, is_leaf=lambda value: isinstance(value, (Tensor, nn.Module))):
+        attributes = {name: value for name, value in vars(part).items() if name not in ("_modules", "_forward_hooks")}
+        for x in _pytree.tree_leaves(attributes, is_leaf=lambda value: isinstance(value, (Tensor, nn.Module))):
             if isinstance(x, Tensor) and x.is_leaf and not is_lazy(x) and not x.is_inference():
                 yield x

@@ -13,7 +13,7 @@ from torch import Tensor
 from hessiankit.verify.problem import Problem
 
 OWN_STREAM = 0x9E3779B9
-"""Mixed into the seed of the directions."""
+"""Constant mixed into the seed of the directions."""
 
 
 class Probes(NamedTuple):
@@ -31,8 +31,8 @@ class Probes(NamedTuple):
 
 def normal(shape: Iterable[int], generator: torch.Generator, like: Tensor | None = None) -> Tensor:
     """Return normal numbers drawn in float64 on the CPU, of the dtype and on the device of another tensor."""
-    drawn = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-    return drawn if like is None else drawn.to(like)
+    numbers = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return numbers if like is None else numbers.to(like)
 
 
 def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Probes:
@@ -52,16 +52,16 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     rows, owners = [], []
     for name, where in problem.slices.items():
         for _ in range(min(per_block, where.stop - where.start)):
-            drawn = normal((where.stop - where.start,), generator)
+            numbers = normal((where.stop - where.start,), generator)
             row = torch.zeros(problem.size, dtype=torch.float64, device="cpu")
-            row[where] = drawn / drawn.norm()
+            row[where] = numbers / numbers.norm()
             rows.append(row)
             owners.append(name)
     return Probes(torch.stack(rows).to(problem.theta), tuple(owners))
 
 
 MOST_GROUPS = 12
-EVERYTHING = "all parameters"
+ALL_PARAMETERS = "all parameters"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
@@ -71,17 +71,17 @@ def roles(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     >>> roles(["h.0.ln.weight", "h.0.ln.bias", "h.1.ln.weight", "wte.weight"])
     {'h.*.ln': ('h.0.ln.weight', 'h.0.ln.bias', 'h.1.ln.weight'), 'wte': ('wte.weight',)}
     """
-    listed = list(names)
-    paths = [_NUMBER.sub("*", name).split(".") for name in listed]
+    parameters = list(names)
+    paths = [_NUMBER.sub("*", name).split(".") for name in parameters]
     longest = max(len(path) for path in paths)
     for length in range(longest, 0, -1):
         groups: dict[str, list[str]] = {}
-        for name, path in zip(listed, paths, strict=True):
+        for name, path in zip(parameters, paths, strict=True):
             groups.setdefault(".".join(path[:-1][:length]) or path[-1], []).append(name)
         if len(groups) <= MOST_GROUPS:
             break
     else:
-        groups = {EVERYTHING: listed}
+        groups = {ALL_PARAMETERS: parameters}
     return {label: tuple(group) for label, group in groups.items()}
 
 
@@ -105,8 +105,8 @@ class Direction:
 
 def directions(groups: Mapping[str, tuple[str, ...]], per_group: int, seed: int) -> list[Direction]:
     """Return directions on each group, and one on everything, which comes last."""
-    drawn = []
+    lines = []
     for at, (label, names) in enumerate(groups.items()):
-        drawn += [Direction(label, names, 1000 * seed + 10 * at + k) for k in range(per_group)]
-    everything = tuple(name for names in groups.values() for name in names)
-    return [*drawn, Direction(EVERYTHING, everything, 1000 * seed + 999)]
+        lines += [Direction(label, names, 1000 * seed + 10 * at + k) for k in range(per_group)]
+    all_names = tuple(name for names in groups.values() for name in names)
+    return [*lines, Direction(ALL_PARAMETERS, all_names, 1000 * seed + 999)]

@@ -45,14 +45,14 @@ class Problem:
     Args:
         module: The function under study, in evaluation mode where it has dropout.
         inputs: One tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        target: What the loss compares the outputs with; None where the loss needs no target.
+        target: Target that the loss compares the outputs with; None where the loss needs no target.
         loss: ``"mse"`` (mean of the squared differences over all entries), ``"cross_entropy"`` (mean over the labelled
             rows: logits (B, C) or (B, L, C), integer labels (B,) or (B, L), label -100 ignored), a callable
             ``(outputs, target) -> scalar``, or None when the module returns the loss (a scalar, or an object or dict with
             ``loss``; the named losses read ``logits`` of one).
         params: Name -> value at which to differentiate; empty: every parameter of the module that requires a gradient,
             as it is.
-        read: The same loss as the closed forms have it; None: read when it is needed.
+        read: Loss as the closed forms have it; None: read when it is needed.
 
     Raises:
         InputError: An unknown loss or parameter name, a wrong shape, mixed dtypes or devices, nothing to differentiate.
@@ -74,32 +74,32 @@ class Problem:
 
     def __post_init__(self) -> None:
         """Fill in and check ``params``."""
-        known: dict[str, Tensor] = dict(self.module.named_parameters())
-        chosen = self.params or {name: p for name, p in known.items() if p.requires_grad and p.numel()}
-        known |= dict(self.module.named_buffers())
-        for name, value in chosen.items():
-            if name not in known:
-                raise InputError(f"Problem: no parameter named '{name}'; the module has {', '.join(known) or 'none'}.")
-            if value.shape != known[name].shape:
+        tensors: dict[str, Tensor] = dict(self.module.named_parameters())
+        params = self.params or {name: p for name, p in tensors.items() if p.requires_grad and p.numel()}
+        tensors |= dict(self.module.named_buffers())
+        for name, value in params.items():
+            if name not in tensors:
+                raise InputError(f"Problem: no parameter named '{name}'; the module has {', '.join(tensors) or 'none'}.")
+            if value.shape != tensors[name].shape:
                 raise InputError(
-                    f"Problem: '{name}' has shape {tuple(value.shape)}; the module expects {tuple(known[name].shape)}."
+                    f"Problem: '{name}' has shape {tuple(value.shape)}; the module expects {tuple(tensors[name].shape)}."
                 )
-        if not chosen:
+        if not params:
             raise InputError("Problem: no parameter to differentiate; give `params` or set requires_grad.")
-        check_tensors(self.module, chosen, one_dtype=True)
+        check_tensors(self.module, params, one_dtype=True)
         object.__setattr__(self, "inputs", as_one_argument(self.module, self.inputs))
         object.__setattr__(self, "target", self.own_loss.prepared(self.target))
-        object.__setattr__(self, "params", {name: value.detach() for name, value in chosen.items()})
+        object.__setattr__(self, "params", {name: value.detach() for name, value in params.items()})
 
     @cached_property
     def own(self) -> dict[str, Tensor]:
         """The module's own tensors of these names: Parameter objects, or buffers."""
-        known = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
-        return {name: known[name] for name in self.params}
+        tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        return {name: tensors[name] for name in self.params}
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each parameter lies in ``theta``."""
+        """Range of each parameter in ``theta``."""
         slices, start = {}, 0
         for name, value in self.params.items():
             slices[name] = slice(start, start + value.numel())
@@ -123,7 +123,7 @@ class Problem:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """Device of the parameters."""
         return next(iter(self.params.values())).device
 
     @cached_property
@@ -156,8 +156,8 @@ class Problem:
     def at(self, point: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Move the module's own parameters to a point (``params`` by default), gradients on; afterwards all is as it was."""
         values = self.params if point is None else point
-        moved, parts = placed((self.own[name], value) for name, value in values.items()), (self.module, self.loss)
-        with ordinary_path(*parts), preserved(*parts), torch.inference_mode(False), torch.enable_grad(), moved:
+        placement, parts = placed((self.own[name], value) for name, value in values.items()), (self.module, self.loss)
+        with ordinary_path(*parts), preserved(*parts), torch.inference_mode(False), torch.enable_grad(), placement:
             yield
 
     def near(self, params: dict[str, Tensor]) -> Problem:
@@ -168,11 +168,11 @@ class Problem:
         """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`at`."""
         with stopped or nullcontext():
             loss = self._loss_of(self.module)
-        off = next((name for name, p in self.own.items() if not p.requires_grad), None)
-        if off is not None:
+        parameter = next((name for name, p in self.own.items() if not p.requires_grad), None)
+        if parameter is not None:
             raise InputError(
-                f"Problem: a call of the module turns requires_grad off for '{off}', so that torch's gradient leaves it out; "
-                "turn it off before, or leave it on."
+                f"Problem: a call of the module turns requires_grad off for '{parameter}', so that torch's gradient leaves it "
+                "out; turn it off before, or leave it on."
             )
         return loss
 
@@ -181,11 +181,11 @@ class Problem:
 
     def gradient(self, stopped: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         """Return the gradient of :meth:`call` with respect to each parameter; within :meth:`at`."""
-        loss, own = self.call(stopped), list(self.own.values())
+        loss, parameters = self.call(stopped), list(self.own.values())
         if not loss.requires_grad:
-            return [torch.zeros_like(p) for p in own]
-        gradients = torch.autograd.grad(loss, own, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(own, gradients, strict=True)]
+            return [torch.zeros_like(p) for p in parameters]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
 
     @cached_property
     def stopped(self) -> AbstractContextManager[Any]:
@@ -218,20 +218,20 @@ class Problem:
     @one_at_a_time
     def swapped_loss(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the loss at named parameters, by ``torch.func.functional_call``; :attr:`swap_fault` says if it misses any."""
-        fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        constants = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         # A clone, because a module that updates a buffer (running statistics) must not remember being examined.
-        fixed = {name: value.detach().clone() for name, value in fixed.items() if name not in values}
+        constants = {name: value.detach().clone() for name, value in constants.items() if name not in values}
 
         def module(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(self.module, {**fixed, **values}, args, kwargs)
+            return functional_call(self.module, {**constants, **values}, args, kwargs)
 
-        held = Held(self.module)  # functional_call does not put back the parameters of a module that has two names
+        state = Held(self.module)  # functional_call does not put back the parameters of a module that has two names
         try:
             with plain_formulas(), ordinary_path(self.module, self.loss), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # in module.to()
                 return self._loss_of(module)
         finally:
-            held.restore()
+            state.restore()
 
     def flat_loss(self, theta: Tensor) -> Tensor:
         """Return :meth:`swapped_loss` at a flat vector."""
@@ -252,10 +252,10 @@ class Problem:
         why = "a parameter is reached past the module's attributes: a list, a closure, a hook, the loss"
         if not abs(loss - self.value) <= slack * max(abs(self.value), 1e-30):
             return f"{route} gives the loss {loss:.6g}; the module's own is {self.value:.6g}: {why}"
-        own = self.flat_gradient()
-        near = (gradient - own).abs() <= slack * own.abs().amax()
-        off = next((name for name, where in self.slices.items() if not bool(near[where].all())), None)
-        return "" if off is None else f"{route} gives another gradient in {off!r} than the module's own: {why}"
+        reference = self.flat_gradient()
+        is_near = (gradient - reference).abs() <= slack * reference.abs().amax()
+        parameter = next((name for name, where in self.slices.items() if not bool(is_near[where].all())), None)
+        return "" if parameter is None else f"{route} gives another gradient in {parameter!r} than the module's own: {why}"
 
 
 def outputs_of(module: Callable[..., Any], inputs: Any, loss: Loss) -> Any:

@@ -39,13 +39,13 @@ class GradientGraph:
 
     def product(self, v: Sequence[Tensor | None], *, batched: bool = False) -> Sequence[Tensor]:
         """Return H v by leaf, for a direction v by leaf (None: zero); ``batched``: both with a first axis k."""
-        moving = [at for at in self.parts if v[at] is not None]
-        if not moving:
+        positions = [at for at in self.parts if v[at] is not None]
+        if not positions:
             return [torch.zeros_like(leaf) for leaf in self.leaves]
         return torch.autograd.grad(
-            [self.parts[at] for at in moving],
+            [self.parts[at] for at in positions],
             self.leaves,
-            [v[at] for at in moving],
+            [v[at] for at in positions],
             retain_graph=True,
             is_grads_batched=batched,
             allow_unused=True,
@@ -64,8 +64,8 @@ def reverse_over_reverse(problem: Problem, V: Tensor, chunk: int, progress: Prog
     with problem.at(), plain_formulas():
         graph = GradientGraph(problem.call(), list(problem.own.values()))
         if not graph.parts:
-            what = "gradient" if graph.loss.requires_grad else "loss"
-            return torch.zeros_like(V), None, f"the {what} does not depend on the parameters"
+            function = "gradient" if graph.loss.requires_grad else "loss"
+            return torch.zeros_like(V), None, f"the {function} does not depend on the parameters"
         value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
     return value, None, note
 
@@ -94,8 +94,8 @@ def forward_over_reverse(problem: Problem, V: Tensor, chunk: int, progress: Prog
         gradient = grad(problem.swapped_loss)
 
         def forward(v: Tensor) -> Tensor:
-            moved: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
-            return torch.cat([x.reshape(-1) for x in moved.values()])
+            tangent: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
+            return torch.cat([x.reshape(-1) for x in tangent.values()])
 
         value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
         note = "; ".join(filter(None, (why, note)))
@@ -104,16 +104,16 @@ def forward_over_reverse(problem: Problem, V: Tensor, chunk: int, progress: Prog
 
 def _dual(problem: Problem, direction: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the tangent of the gradient along a direction, by parameter."""
-    own = problem.own
+    parameters = problem.own
     with forward_ad.dual_level():
         # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own.values())):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(parameters.values())):
             for n, v in direction.items():
-                own[n].copy_(forward_ad.make_dual(own[n].detach().clone(), v))
+                parameters[n].copy_(forward_ad.make_dual(parameters[n].detach().clone(), v))
         with _StoppedByNoGrad():
             gradient = problem.gradient()
         tangents = [forward_ad.unpack_dual(g).tangent for g in gradient]
-    return [torch.zeros_like(p) if t is None else t for p, t in zip(own.values(), tangents, strict=True)]
+    return [torch.zeros_like(p) if t is None else t for p, t in zip(parameters.values(), tangents, strict=True)]
 
 
 class _StoppedByNoGrad(TorchFunctionMode):

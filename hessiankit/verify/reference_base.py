@@ -18,7 +18,7 @@ from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem, plain_formulas
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (directions done, directions in all)."""
+"""Function called with (directions done, directions in all)."""
 
 FAILURES = (RuntimeError, NotImplementedError, TypeError)
 """Exceptions of differentiation that cannot take an operation."""
@@ -26,7 +26,7 @@ FAILURES = (RuntimeError, NotImplementedError, TypeError)
 MEMORY_BUDGET = 2**30
 """Bytes that the directions pushed together may take."""
 
-MOST_TOGETHER = 48
+CHUNK_LIMIT = 48
 """Most directions pushed together: wider batches leave the caches and run slower."""
 
 
@@ -110,19 +110,19 @@ _HINTS = {
 
 
 def in_chunks(
-    together: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor], V: Tensor, chunk: int, progress: Progress
+    of_batch: Callable[[Tensor], Tensor], of_row: Callable[[Tensor], Tensor], V: Tensor, chunk: int, progress: Progress
 ) -> tuple[Tensor, str]:
-    """Apply ``together`` to chunks of rows of ``V``; where it cannot take a batch, apply ``alone`` to each row.
+    """Apply ``of_batch`` to chunks of rows of ``V``; where it cannot take a batch, apply ``of_row`` to each row.
 
     Both are the same mathematics; the second is slower, and the returned note says that it was needed and why. A chunk
     that does not fit on the accelerator is halved.
     """
-    results, done, note = [], 0, ""
-    while done < len(V):
-        rows = V[done : done + chunk]
+    results, count, note = [], 0, ""
+    while count < len(V):
+        rows = V[count : count + chunk]
         try:
             by_row = bool(note) or len(rows) == 1
-            results.append(torch.stack([alone(row) for row in rows]) if by_row else together(rows))
+            results.append(torch.stack([of_row(row) for row in rows]) if by_row else of_batch(rows))
         except torch.OutOfMemoryError:
             if chunk == 1:
                 raise
@@ -134,8 +134,8 @@ def in_chunks(
             # The loop raises the route's own error, if there is one; only the batching's error is dropped here.
             note = f"one direction at a time ({typed_line(error)})"
             continue
-        done += len(rows)
-        progress(done, len(V))
+        count += len(rows)
+        progress(count, len(V))
     return torch.cat(results) if results else torch.zeros_like(V), note
 
 
@@ -153,7 +153,7 @@ def directions_at_once(problem: Problem) -> int:
     """Return how many directions fit together."""
     with problem.at(), plain_formulas():
         need = _pushed_bytes(problem.call, list(problem.own.values()))
-    return max(1, min(MOST_TOGETHER, MEMORY_BUDGET // need))
+    return max(1, min(CHUNK_LIMIT, MEMORY_BUDGET // need))
 
 
 def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
@@ -167,11 +167,11 @@ def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
 
 
 def _pushed_bytes(loss: Callable[[], Tensor], parameters: list[Tensor]) -> int:
-    with _Allocations() as counted:
+    with _Allocations() as allocations:
         value = loss()
         if value.requires_grad:
             torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
-    return max(1, 2 * counted.bytes)
+    return max(1, 2 * allocations.bytes)
 
 
 class _Allocations(TorchDispatchMode):

@@ -20,9 +20,9 @@ WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
 
 FIRST_STEP = {torch.float32: 2.0**-3, torch.float64: 2.0**-5}
 HALVINGS = {torch.float32: 9, torch.float64: 19}
-GOOD_ENOUGH = {torch.float32: 1e-6, torch.float64: 1e-12}
+GOAL = {torch.float32: 1e-6, torch.float64: 1e-12}
 LONG = 64
-"""Beyond this length of all parameters the first step grows with it."""
+"""Length of all parameters beyond which the first step grows with it."""
 UNRESOLVED = 1e-3
 SAFETY = 4.0
 
@@ -45,25 +45,25 @@ def central(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tupl
     if precision not in HALVINGS:
         raise Unsupported("central-differences", f"the module computes in {precision}, too coarse for differences")
     lengths = V.norm(dim=1, keepdim=True)
-    settled: list[_Settled] = []
+    products: list[_Product] = []
     with problem.at():
         noise = gradient_noise(problem, precision)
         for unit in V / torch.where(lengths > 0, lengths, 1):
-            settled.append(_best_step(problem, unit, precision, noise))
-            progress(len(settled), len(V))
-    if not settled:
+            products.append(_best_step(problem, unit, precision, noise))
+            progress(len(products), len(V))
+    if not products:
         return V, V, ""
-    notes, kinks = [], [one.kink for one in settled if one.kink]
-    lost = sum(not one.resolved for one in settled)
+    notes, kinks = [], [one.kink for one in products if one.kink]
+    failures = sum(not one.resolved for one in products)
     if kinks:
         notes.append(f"kinks near the point: {len(kinks)} of {len(V)} directions needed steps down to {min(kinks):.0e}")
-    if lost:
-        notes.append(f"a kink at the point itself: along {lost} of {len(V)} directions the gradient has no derivative")
-    values, errors = torch.stack([one.value for one in settled]), torch.stack([one.error for one in settled])
+    if failures:
+        notes.append(f"a kink at the point itself: along {failures} of {len(V)} directions the gradient has no derivative")
+    values, errors = torch.stack([one.value for one in products]), torch.stack([one.error for one in products])
     return values * lengths, errors * lengths, "; ".join(notes)
 
 
-class _Settled(NamedTuple):
+class _Product(NamedTuple):
     """A product H v (P), its estimated error (P), the last step at which a kink was seen (0: none), and whether it converged."""
 
     value: Tensor
@@ -72,7 +72,7 @@ class _Settled(NamedTuple):
     resolved: bool
 
 
-def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Tensor) -> _Settled:
+def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Tensor) -> _Product:
     """Halve the step along a unit vector until the goal is met or the error grows from rounding; each block keeps its best."""
 
     def odd_part(reach: float) -> Tensor:
@@ -82,32 +82,32 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
     tiny, suspicious = torch.finfo(unit.dtype).tiny, 10 * torch.finfo(precision).eps ** 0.5
     h = FIRST_STEP[precision] * 2 ** int(math.log2(max(1.0, float(problem.theta.norm()) / LONG)))
     odd = [odd_part(k * h) for k in (1, 2, 3, 4)]
-    best, known = torch.zeros_like(unit), torch.full_like(noise, torch.inf)
-    coarse, rising, rough, lowest, previous = combined(odd, h), 0, False, math.inf, math.inf
+    best, errors = torch.zeros_like(unit), torch.full_like(noise, torch.inf)
+    coarse_estimate, increases, rough, lowest, previous = combined(odd, h), 0, False, math.inf, math.inf
     for _ in range(HALVINGS[precision]):
         h /= 2
         odd = [odd_part(h), odd[0], odd_part(3 * h), odd[1]]
-        fine = combined(odd, h)
-        error = torch.maximum(problem.largest(coarse - fine), noise / h)
-        for where, better in zip(problem.slices.values(), (error < known).tolist(), strict=True):
+        fine_estimate = combined(odd, h)
+        error = torch.maximum(problem.largest(coarse_estimate - fine_estimate), noise / h)
+        for where, better in zip(problem.slices.values(), (error < errors).tolist(), strict=True):
             if better:
-                best[where] = fine[where]
-        known = torch.minimum(known, error)
+                best[where] = fine_estimate[where]
+        errors = torch.minimum(errors, error)
 
-        size = problem.largest(fine)
+        size = problem.largest(fine_estimate)
         relative = float((error / size.clamp_min(1e-4 * float(size.amax())).clamp_min(tiny)).amax())
         rounding = bool((error <= 8 * noise / h).all())
         # Truncation falls 256 times a halving; a large error that hardly falls is a kink.
         rough |= relative > previous / 4 and relative > suspicious and not rounding
-        rising = rising + 1 if relative > lowest else 0
-        lowest, previous, coarse = min(relative, lowest), relative, fine
-        if relative <= GOOD_ENOUGH[precision] or rounding or (rising >= 2 and lowest < suspicious):
+        increases = increases + 1 if relative > lowest else 0
+        lowest, previous, coarse_estimate = min(relative, lowest), relative, fine_estimate
+        if relative <= GOAL[precision] or rounding or (increases >= 2 and lowest < suspicious):
             resolved = True
             break
     else:
         resolved = not lowest > UNRESOLVED
-    spread = [e.expand(where.stop - where.start) for e, where in zip(known, problem.slices.values(), strict=True)]
-    return _Settled(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
+    spread = [e.expand(where.stop - where.start) for e, where in zip(errors, problem.slices.values(), strict=True)]
+    return _Product(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
 
 
 def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ def run_references(
         V: Directions (k, P); None for whole matrices.
         names: Keys of ``REFERENCES``; None for all of them.
         probes: Directions of their own for the routes that call the module many times a direction (central differences).
-        progress: Called with (reference, directions done, directions in all).
+        progress: Function called with (reference, directions done, directions in all).
 
     Raises:
         InputError: An unknown name.
@@ -60,10 +60,10 @@ def run_references(
         if name not in REFERENCES:
             raise InputError(f"run_references: no reference named '{name}'; choose from {', '.join(REFERENCES)}.")
         reference = REFERENCES[name]
-        own = probes if reference.many_calls else None
+        route_probes = probes if reference.many_calls else None
         try:
-            outcome = reference.measure(problem, V if own is None else own.V, progress=partial(progress, name))
-            results[name] = replace(outcome, probes=own)
+            outcome = reference.measure(problem, V if route_probes is None else route_probes.V, progress=partial(progress, name))
+            results[name] = replace(outcome, probes=route_probes)
         except Unsupported as reason:
             results[name] = reason
     return results

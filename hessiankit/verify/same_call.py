@@ -17,8 +17,8 @@ from hessiankit.curvature.operator import HessianOperator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, STEPS, estimates, generic
 from hessiankit.verify.comparison import (
-    CLOSED,
     DIFFERENCES,
+    HESSIANKIT,
     MODULE,
     ULPS,
     CheckRow,
@@ -36,12 +36,12 @@ from hessiankit.verify.traits import traits
 
 T = TypeVar("T")
 
-TOGETHER = 24
+CHUNK = 24
 """Parameters whose products are computed in one call."""
 ENTRIES = 2
 """Entries of each parameter at which the diagonal of a large module is compared, each by a product along a unit vector."""
 DIAGONAL = 100_000
-"""Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left out."""
+"""Number of parameters beyond which the exact diagonal, which forms the curvature between activations, is left out."""
 
 
 SINGLE = 0.05
@@ -59,22 +59,24 @@ class SameCall:
         self.problem, self.judge, self.rtol, self.groups, self.healthy = judge.noise.problem, judge, rtol, groups, healthy
         self.rows, self.remarks = list[CheckRow](), list[str]()
 
-    def of_matrix(self, closed: Hessian, probes: Probes | None, seed: int) -> None:
+    def of_matrix(self, hessian: Hessian, probes: Probes | None, seed: int) -> None:
         """Compare loss, operator and diagonal of the call that gave a matrix; results of references are along ``probes``."""
         reference, exact = next(((n, x.value) for n, x in self.healthy.items()), ("", None))
-        self.loss(closed.loss)
+        self.loss(hessian.loss)
         self.slope()
         operator, seconds = self._attempt("operator", "gradient and operator", self._symmetric_operator)
         if operator is not None:
             self.rows += self.gradient(operator.gradient, seconds)
             if exact is not None:
-                few = probes or probe_directions(self.problem, 1, seed)
-                products = (operator @ few.V.T.to(operator.torch_dtype)).T
-                gaps = Layout(self.problem, few.owners).gaps(products, exact if probes else few.V.to(exact) @ exact.T)
+                test_probes = probes or probe_directions(self.problem, 1, seed)
+                products = (operator @ test_probes.V.T.to(operator.torch_dtype)).T
+                gaps = Layout(self.problem, test_probes.owners).gaps(
+                    products, exact if probes else test_probes.V.to(exact) @ exact.T
+                )
                 self.rows += self.judge.rows(gaps, self.rtol, reference, seconds, cells_of_labels("operator", gaps))
         diagonal, seconds = self._attempt("diagonal", "the diagonal", self.exact_diagonal)
         if diagonal is not None and exact is not None:  # where references gave products, the dense closed form is compared with
-            name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
+            name, matrix = (reference, exact) if probes is None else ("hessian", hessian.matrix)
             self.rows += self.diagonal(diagonal, [(torch.arange(len(matrix), device=matrix.device), matrix)], name, seconds)
 
     def of_operator(self, operator: HessianOperator) -> None:
@@ -86,22 +88,22 @@ class SameCall:
         if self.problem.size > DIAGONAL:
             self.remarks.append(f", hessian_diagonal not beyond {DIAGONAL:,}")
         elif exact is not None:
-            before = time.perf_counter()
+            start = time.perf_counter()
             diagonal = self.exact_diagonal()
-            self.rows += self.diagonal(diagonal, self._columns(exact), exact, time.perf_counter() - before)
+            self.rows += self.diagonal(diagonal, self._columns(exact), exact, time.perf_counter() - start)
 
     def _row(self, name: str, error: float, seconds: float) -> CheckRow:
         return CheckRow(name, MODULE, error, error <= self.rtol, seconds, method_of(self.judge.precision))
 
     def loss(self, loss: float) -> None:
         """Compare the loss of a closed form with that of the module's own call."""
-        own = self.problem.value
-        self.rows.append(self._row("loss", abs(loss - own) / max(abs(own), torch.finfo(torch.float64).tiny), 0.0))
+        value = self.problem.value
+        self.rows.append(self._row("loss", abs(loss - value) / max(abs(value), torch.finfo(torch.float64).tiny), 0.0))
 
     def gradient(self, gradient: Tensor, seconds: float) -> Iterator[CheckRow]:
         """Compare a gradient (P) with that of the module's own call: two results along one direction, judged as any other."""
         problem, names = self.problem, list(self.problem.params)
-        routes = {MODULE: lambda at, _: at.flat_gradient()[None], CLOSED: lambda at, _: gradient_by_operator(at)[None]}
+        routes = {MODULE: lambda at, _: at.flat_gradient()[None], HESSIANKIT: lambda at, _: gradient_by_operator(at)[None]}
         one = Direction("gradient", tuple(names), 0)
         judge = Judge(RoundingNoise(problem, routes, self.judge.precision, {one.label: one}))
         gaps = Layout(problem, [one.label]).gaps(gradient[None], problem.flat_gradient()[None])
@@ -114,43 +116,45 @@ class SameCall:
         What torch holds constant, and the row of a padding token, are held. In half precision differences have no digits. In
         single precision no step is small enough to lie between the kinks of a ReLU and above rounding: :data:`SINGLE` is allowed.
         """
-        problem, seen, start = self.problem, traits(self.problem), time.perf_counter()
-        if seen.precision not in (torch.float32, torch.float64):
+        problem, module_traits, start = self.problem, traits(self.problem), time.perf_counter()
+        if module_traits.precision not in (torch.float32, torch.float64):
             return
-        along = {name: generic(x, k) * x.abs().max() for k, (name, x) in enumerate(problem.params.items())}
-        for name, own in problem.own.items():
-            if id(own) in seen.still:
-                along[name][seen.still[id(own)]] = 0
+        direction = {name: generic(x, k) * x.abs().max() for k, (name, x) in enumerate(problem.params.items())}
+        for name, parameter in problem.own.items():
+            if id(parameter) in module_traits.padding_tokens:
+                direction[name][module_traits.padding_tokens[id(parameter)]] = 0
 
         def loss(values: tuple[Tensor, ...]) -> tuple[Tensor]:
             with problem.at(dict(zip(problem.params, values, strict=True))):
                 return (problem.call(problem.stopped).detach().double().cpu().reshape(1),)
 
-        point, tangents = tuple(problem.params.values()), tuple(along.values())
+        point, tangents = tuple(problem.params.values()), tuple(direction.values())
         terms = (problem.flat_gradient() * torch.cat([t.reshape(-1) for t in tangents])).double().cpu()
-        size, rounding = float(terms.abs().sum()), ULPS * torch.finfo(seen.precision).eps * abs(problem.value)
+        size, rounding = float(terms.abs().sum()), ULPS * torch.finfo(module_traits.precision).eps * abs(problem.value)
         values = [(step, estimates(loss, point, tangents, (step,), FEWER_WEIGHTS)) for step in STEPS]
-        slopes = [(step, float(found[0][0])) for step, found in values if found and found[0][0] is not None]
-        known = [(abs(y - x) + rounding / step, y) for (_, x), (step, y) in pairwise(slopes)]  # truncation, and rounding
-        if not known or not size:
+        slopes = [(step, float(result[0][0])) for step, result in values if result and result[0][0] is not None]
+        candidates = [(abs(y - x) + rounding / step, y) for (_, x), (step, y) in pairwise(slopes)]  # truncation, and rounding
+        if not candidates or not size:
             return
-        unsure, slope = min(known)
-        error, unsure = abs(float(terms.sum()) - slope) / size, unsure / size
-        passed = not error > max(self.rtol if seen.precision is torch.float64 else SINGLE, 3 * unsure)
-        self.rows.append(CheckRow("slope", DIFFERENCES, error, passed, time.perf_counter() - start, method_of(seen.precision)))
-        if not passed:
+        uncertainty, slope = min(candidates)
+        error, uncertainty = abs(float(terms.sum()) - slope) / size, uncertainty / size
+        is_right = not error > max(self.rtol if module_traits.precision is torch.float64 else SINGLE, 3 * uncertainty)
+        self.rows.append(
+            CheckRow("slope", DIFFERENCES, error, is_right, time.perf_counter() - start, method_of(module_traits.precision))
+        )
+        if not is_right:
             self.remarks.append(
-                f"torch's own gradient is {error:.1e} off central differences of its loss (known to {unsure:.1e}): a formula of "
-                "torch is wrong or has lost digits, or a backward is no derivative of its forward; all that differentiate it "
-                "share this"
+                f"torch's own gradient is {error:.1e} off central differences of its loss (known to {uncertainty:.1e}): a "
+                "formula of torch is wrong or has lost digits, or a backward is no derivative of its forward; all that "
+                "differentiate it share this"
             )
 
     def _columns(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ``ENTRIES`` random places (m) of each of some parameters, and a reference's products along those unit vectors."""
         generator, where = torch.Generator().manual_seed(0), list(self.problem.slices.values())
-        drawn = [w.start + torch.randint(w.stop - w.start, (ENTRIES,), generator=generator, device="cpu") for w in where]
-        for first in range(0, len(drawn), TOGETHER):
-            at = torch.cat(drawn[first : first + TOGETHER]).to(self.problem.device)
+        entries = [w.start + torch.randint(w.stop - w.start, (ENTRIES,), generator=generator, device="cpu") for w in where]
+        for first in range(0, len(entries), CHUNK):
+            at = torch.cat(entries[first : first + CHUNK]).to(self.problem.device)
             units = self.problem.theta.new_zeros(len(at), self.problem.size)
             units[torch.arange(len(at), device=at.device), at] = 1
             yield at, REFERENCES[name].products(self.problem, units)
@@ -166,12 +170,12 @@ class SameCall:
         gap, scale = (torch.zeros(len(names), len(self.groups), dtype=torch.float64, device="cpu") for _ in range(2))
         label = {n: b for b, members in enumerate(self.groups.values()) for n in members}
         for at, H in columns:
-            off = (diagonal[at] - H[torch.arange(len(at), device=at.device), at]).abs()
+            differences = (diagonal[at] - H[torch.arange(len(at), device=at.device), at]).abs()
             for a, (n, where) in enumerate(self.problem.slices.items()):
-                inside = (at >= where.start) & (at < where.stop)
-                if bool(inside.any()):
-                    gap[a, label[n]] = float(off[inside].max())
-                    scale[a, label[n]] = max(float(diagonal[where].abs().max()), float(H[inside, where].abs().max()))
+                is_member = (at >= where.start) & (at < where.stop)
+                if bool(is_member.any()):
+                    gap[a, label[n]] = float(differences[is_member].max())
+                    scale[a, label[n]] = max(float(diagonal[where].abs().max()), float(H[is_member, where].abs().max()))
         cells = {f"diagonal: {group}": [(names.index(n), b) for n in of] for b, (group, of) in enumerate(self.groups.items())}
         gaps = Gaps(tuple(self.groups), gap, scale, scale, torch.zeros_like(gap))
         yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)

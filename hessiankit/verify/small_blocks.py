@@ -60,11 +60,11 @@ def formula_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     if point is None:
         return
     fast = hessian(twin, x, target, handshake=False)
-    whole = float(fast.matrix.abs().max())
+    largest = float(fast.matrix.abs().max())
     for i, j in fast.pairs():
         formula = point.loss_hessian(target, letter(i), letter(j)).total.dense()
         difference, scale = float((formula - fast.block(i, j)).abs().max()), float(formula.abs().max())
-        vanishes = max(difference, scale) <= 1e-14 * whole
+        vanishes = max(difference, scale) <= 1e-14 * largest
         error = 0.0 if vanishes else difference / scale if scale else math.inf
         yield CheckRow(f"{i} x {j} (formula)", FORMULAS, error, error <= TOLERANCE, time.perf_counter() - start)
 
@@ -82,9 +82,9 @@ def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     Its closed form is compared with two references along a direction on each parameter, and its diagonal with that.
     """
     start, s, generator = time.perf_counter(), structure_of(block), torch.Generator().manual_seed(seed)
-    gated, shared = s.activation == "swiglu", s.n_kv_heads < s.n_heads
+    gated, has_shared_keys = s.activation == "swiglu", s.n_kv_heads < s.n_heads
     kinds = {"activation": s.activation if gated else "gelu", "bias": not gated, "attention_bias": False}
-    heads = {"n_heads": HEADS, "n_kv_heads": HEADS // 2 if shared else HEADS, "d_k": HEAD, "output_projection": True}
+    heads = {"n_heads": HEADS, "n_kv_heads": HEADS // 2 if has_shared_keys else HEADS, "d_k": HEAD, "output_projection": True}
     twin = s.block(WIDTH, HIDDEN, **kinds, **heads).double()
     for p in twin.parameters():
         p.data = 0.8 + 0.3 * normal(p.shape, generator) if p.ndim == 1 else 0.4 * normal(p.shape, generator)
@@ -98,6 +98,6 @@ def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
         except Unsupported:
             continue
         yield from judge.rows(gaps, TOLERANCE, name, time.perf_counter() - start, cells_of_labels("wide twin", gaps))
-    diagonal, whole = hessian_diagonal(twin, x, target, handshake=False, max_products=None).flat, exact.matrix.diagonal()
-    error = float((diagonal - whole).abs().max() / whole.abs().max())
+    diagonal, reference = hessian_diagonal(twin, x, target, handshake=False, max_products=None).flat, exact.matrix.diagonal()
+    error = float((diagonal - reference).abs().max() / reference.abs().max())
     yield CheckRow("wide twin: diagonal", "hessian", error, error <= TOLERANCE, time.perf_counter() - start)

@@ -29,7 +29,7 @@ MOST_POINTS = 32
 """Gradients at most that legs of one width are told apart by; where there are too many legs, as in deep narrow models, those of
 that width are left out."""
 DENSE = 512
-"""Widths up to which generators other than diagonal ones are looked for, since exp(t G) costs k^3."""
+"""Width up to which generators other than diagonal ones are looked for, since exp(t G) costs k^3."""
 
 
 class Leg(NamedTuple):
@@ -53,10 +53,10 @@ class Motion(NamedTuple):
 
     def velocity(self, theta: Params) -> dict[str, Tensor]:
         """Return B theta by parameter, or the shift; parameters that do not move are left out."""
-        out = {name: torch.zeros_like(theta[name]) for name in dict.fromkeys(leg.parameter for leg, _ in self.legs)}
+        result = {name: torch.zeros_like(theta[name]) for name in dict.fromkeys(leg.parameter for leg, _ in self.legs)}
         for leg, G in self.legs:
-            leg.of(out).add_(_times(leg.of(theta), G))
-        return out | {name: shift.clone() for name, shift in self.shifts}
+            leg.of(result).add_(_times(leg.of(theta), G))
+        return result | {name: shift.clone() for name, shift in self.shifts}
 
     def transposed(self, gradient: Params) -> dict[str, Tensor]:
         """Return B^T g by parameter: nothing for a shift."""
@@ -69,12 +69,12 @@ class Motion(NamedTuple):
         >>> motion.moved({"w": torch.tensor([1.0, 5.0])}, 2.0)["w"].tolist()
         [1.0, 7.0]
         """
-        out = {name: value.clone() for name, value in theta.items()}
+        result = {name: value.clone() for name, value in theta.items()}
         for leg, G in self.legs:
-            leg.of(out).copy_(_times(leg.of(out), torch.exp(t * G) if G.ndim == 1 else torch.linalg.matrix_exp(t * G)))
+            leg.of(result).copy_(_times(leg.of(result), torch.exp(t * G) if G.ndim == 1 else torch.linalg.matrix_exp(t * G)))
         for name, shift in self.shifts:
-            out[name] += t * shift
-        return out
+            result[name] += t * shift
+        return result
 
 
 def _times(X: Tensor, G: Tensor) -> Tensor:
@@ -87,14 +87,14 @@ class Symmetry:
 
     family: str  # the kind of structure that has it
     statement: str  # the identity; g is the gradient of the parameters in question
-    moving: tuple[str, ...]
-    against: tuple[str, ...]  # the parameters that move against those
+    parameters: tuple[str, ...]
+    partners: tuple[str, ...]  # the parameters that move against those
     motions: tuple[Motion, ...]  # random generators, and G = I, Euler's identity, where that is one
 
     @property
     def name(self) -> str:
         """The parameters that move, and after ``|`` those that move inversely."""
-        return " | ".join(", ".join(dict.fromkeys(names)) for names in (self.moving, self.against) if names)
+        return " | ".join(", ".join(dict.fromkeys(names)) for names in (self.parameters, self.partners) if names)
 
 
 class GradientSample(NamedTuple):
@@ -126,11 +126,11 @@ def symmetries(problem: Problem, rng: torch.Generator) -> list[Symmetry]:
     for leg in _legs(problem.params):
         groups.setdefault(leg.size, []).append(leg)
     # One equation for each entry of each point, and some to spare.
-    most = max((math.ceil(len(legs) / size) + 2 for size, legs in groups.items()), default=0)
-    samples = _samples(problem, max(3, min(MOST_POINTS, most)), rng)
+    count = max((math.ceil(len(legs) / size) + 2 for size, legs in groups.items()), default=0)
+    samples = _samples(problem, max(3, min(MOST_POINTS, count)), rng)
     result = [*_without_effect(samples, rng), *_row_means(samples, rng)]
-    still = {name for symmetry in result if symmetry.family == NO_EFFECT for name in symmetry.moving}
-    result += _norm_scales(samples, rng, still)
+    names = {name for symmetry in result if symmetry.family == NO_EFFECT for name in symmetry.parameters}
+    result += _norm_scales(samples, rng, names)
     for size, legs in groups.items():
         if size * len(samples) >= len(legs) + size:
             result += _gauges(legs, samples, rng)
@@ -181,10 +181,10 @@ def _row_means(samples: Sequence[GradientSample], rng: torch.Generator) -> Itera
                 yield Symmetry("row mean", statement, (name,), (), (Motion(shifts=((name, shift),)),))
 
 
-def _norm_scales(samples: Sequence[GradientSample], rng: torch.Generator, still: set[str]) -> Iterator[Symmetry]:
+def _norm_scales(samples: Sequence[GradientSample], rng: torch.Generator, without_effect: set[str]) -> Iterator[Symmetry]:
     """Weights, row by row or whole, whose length a norm with eps = 0 removes; a bias may share it."""
     theta, statement = samples[0].theta, "<A, g> = 0, H A = -g on A, 0 elsewhere"
-    names = [name for name in theta if name not in still]
+    names = [name for name in theta if name not in without_effect]
     products = [[s.theta[n] * s.g[n] for s in samples] for n in names]
     sums = torch.stack([torch.stack([x.sum() for x in one]) for one in products])  # (parameters, samples)
     sizes = torch.stack([torch.stack([x.abs().sum() for x in one]) for one in products])
@@ -223,18 +223,20 @@ def _gauges(legs: Sequence[Leg], samples: Sequence[GradientSample], rng: torch.G
     """Legs of one width whose charges cancel, index by index: what one side does, the other undoes."""
     charges = [torch.cat([_charge(leg, s)[0] for s in samples]) for leg in legs]
     scales = [torch.cat([_charge(leg, s)[1] for s in samples]) for leg in legs]
-    most = max(float(m.max()) for m in scales)
-    kept = [n for n, m in enumerate(scales) if float(m.max()) > VANISHES * most and not bool(_zero([(charges[n], m)]).all())]
-    if len(kept) < 2:
+    largest = max(float(m.max()) for m in scales)
+    positions = [
+        n for n, m in enumerate(scales) if float(m.max()) > VANISHES * largest and not bool(_zero([(charges[n], m)]).all())
+    ]
+    if len(positions) < 2:
         return
-    lengths = torch.stack([charges[n].norm() for n in kept])
-    T = torch.stack([charges[n] for n in kept], 1) / lengths
+    lengths = torch.stack([charges[n].norm() for n in positions])
+    T = torch.stack([charges[n] for n in positions], 1) / lengths
     _, values, rows = torch.linalg.svd(T, full_matrices=False)
     null = rows[values <= 1e-10 * values[0]] / lengths  # (relations, legs)
     for relation in _sparse(null):
-        signs = {legs[n]: int(c) for n, c in zip(kept, relation, strict=True) if c}
-        joined = [(c * charges[n], scales[n]) for n, c in zip(kept, relation, strict=True) if c]
-        total, scale = (torch.stack(parts).sum(0) for parts in zip(*joined, strict=True))
+        signs = {legs[n]: int(c) for n, c in zip(positions, relation, strict=True) if c}
+        terms = [(c * charges[n], scales[n]) for n, c in zip(positions, relation, strict=True) if c]
+        total, scale = (torch.stack(parts).sum(0) for parts in zip(*terms, strict=True))
         if len(signs) > 1 and bool(_zero([(total, scale)]).all()):
             yield _gauge(signs, samples, rng)
 
@@ -250,13 +252,13 @@ def _sparse(null: Tensor) -> Iterator[list[int]]:
             continue
         N[[row, at]] = N[[at, row]]
         N[row] /= N[row, column].clone()
-        others = [k for k in range(len(N)) if k != row]
-        N[others] -= N[others, column : column + 1] * N[row]
+        other_rows = [k for k in range(len(N)) if k != row]
+        N[other_rows] -= N[other_rows, column : column + 1] * N[row]
         row += 1
     for vector in N[:row]:
-        rounded = vector.round()
-        if float((vector - rounded).abs().max()) < 1e-4 and float(rounded.abs().max()) == 1:
-            yield [int(c) for c in rounded.tolist()]
+        integers = vector.round()
+        if float((vector - integers).abs().max()) < 1e-4 and float(integers.abs().max()) == 1:
+            yield [int(c) for c in integers.tolist()]
 
 
 def _gauge(signs: Mapping[Leg, int], samples: Sequence[GradientSample], rng: torch.Generator) -> Symmetry:
@@ -264,32 +266,32 @@ def _gauge(signs: Mapping[Leg, int], samples: Sequence[GradientSample], rng: tor
     thetas = samples[0].theta
     flat = {leg: thetas[leg.parameter].ndim == 1 for leg in signs}
     first = next((sign for leg, sign in signs.items() if flat[leg]), next(iter(signs.values())))
-    moving, against = ([leg for leg, s in signs.items() if (s == first) is side] for side in (True, False))
-    like, k = thetas[moving[0].parameter], moving[0].size
+    members, partners = ([leg for leg, s in signs.items() if (s == first) is side] for side in (True, False))
+    like, k = thetas[members[0].parameter], members[0].size
     free = torch.eye(k, dtype=torch.bool, device=like.device)
     if k <= DENSE:
-        sums = [_matrix_charge(moving, against, s) for s in samples]
+        sums = [_matrix_charge(members, partners, s) for s in samples]
         alive = torch.stack([scale > 0 for _, scale in sums]).all(0)  # where nothing depends on them, units may be dead
         free |= _zero(sums) & alive
     G = normal((k, k), rng, like) / k**0.5 * free  # so that exp(t G) stays well conditioned at every width
     diagonal = bool((free.sum(0) == 1).all())
-    axes = [{leg.axis for leg in side if not flat[leg]} for side in (moving, against)]
+    axes = [{leg.axis for leg in side if not flat[leg]} for side in (members, partners)]
     family = "logits" if axes[0] == axes[1] else "linear maps"
     generators = [G.diagonal() if diagonal else G, like.new_ones(k)]
     motions = tuple(
-        Motion((*((leg, B) for leg in moving), *((leg, -B if B.ndim == 1 else -B.T) for leg in against))) for B in generators
+        Motion((*((leg, B) for leg in members), *((leg, -B if B.ndim == 1 else -B.T) for leg in partners))) for B in generators
     )
-    names, others = (tuple(leg.parameter for leg in side) for side in (moving, against))
+    names, partner_names = (tuple(leg.parameter for leg in side) for side in (members, partners))
     acting = {"linear maps": "(A G, G⁻¹C)", "logits": "(A G, C G⁻ᵀ)"}[family]
     if diagonal:
         acting = acting.replace("G⁻ᵀ", "D⁻¹").replace("G", "D") + ", D diagonal"
-    return Symmetry(family, f"{acting}: <A, g> = <C, g>, {CURVED}", names, others, motions)
+    return Symmetry(family, f"{acting}: <A, g> = <C, g>, {CURVED}", names, partner_names, motions)
 
 
-def _matrix_charge(moving: Sequence[Leg], against: Sequence[Leg], sample: GradientSample) -> tuple[Tensor, Tensor]:
+def _matrix_charge(members: Sequence[Leg], partners: Sequence[Leg], sample: GradientSample) -> tuple[Tensor, Tensor]:
     """Return sum X^T g over one side minus sum (X^T g)^T over the other, (k, k), and the sums of absolute terms."""
     total, scale = torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
-    for sign, side in ((1, moving), (-1, against)):
+    for sign, side in ((1, members), (-1, partners)):
         for leg in side:
             X, g = (leg.of(values).reshape(-1, leg.size) for values in (sample.theta, sample.g))
             M, S = X.T @ g, X.abs().T @ g.abs()

@@ -17,9 +17,9 @@ def assert_hessian_matches(module: Any, inputs: Any = None, target: Any = None, 
     """Return the report, or raise an AssertionError with the whole table if the exact Hessian and its references disagree.
 
     Args:
-        module: As in :func:`hessiankit.check`, like the other arguments.
+        module: Module as in :func:`hessiankit.check`, like the other arguments.
         inputs: The inputs; drawn where they are left out.
-        target: What the loss compares with.
+        target: Target of the loss.
         options: Any option of :func:`hessiankit.check`.
 
     Raises:

@@ -22,7 +22,7 @@ class Traits:
     defective: frozenset[str] = frozenset()  # operations of :data:`DEFECTS` on differentiated values
     lowered_by: str = ""  # the operation that first went below the type of the parameters
     padding: str = ""  # why torch's gradient is not that of the loss, where an embedding reads its padding token
-    still: dict[int, int] = field(default_factory=dict, repr=False)  # the id of such an embedding's weight, and that token
+    padding_tokens: dict[int, int] = field(default_factory=dict, repr=False)  # id of such an embedding's weight -> that token
     stopped_by: str = ""  # the first operation that cut a differentiated value off (``detach``, ``.data``, ``no_grad``)
 
 
@@ -37,7 +37,7 @@ def traits(problem: Problem) -> Traits:
     watch = _TraitWatch(problem.dtype)
     with problem.at(), watch:
         problem.call()
-    return watch.seen
+    return watch.record
 
 
 PADDING = (
@@ -67,10 +67,10 @@ DEFECTS: Mapping[str, tuple[frozenset[str], str]] = {
 """Function of torch -> groups of references that are wrong through it, and how (docs/concepts/wrong_second_derivatives.md)."""
 
 
-def known_defect(group: str, seen: Traits) -> str:
+def known_defect(group: str, module_traits: Traits) -> str:
     """Return the known defects of a group of references that a module with these traits may trigger, or ""."""
-    known = [DEFECTS[name][1].format(name) for name in sorted(seen.defective) if group in DEFECTS[name][0]]
-    return f"known torch defect: {'; '.join(known)}" if known else ""
+    defects = [DEFECTS[name][1].format(name) for name in sorted(module_traits.defective) if group in DEFECTS[name][0]]
+    return f"known torch defect: {'; '.join(defects)}" if defects else ""
 
 
 class _TraitWatch(TorchFunctionMode):
@@ -78,22 +78,22 @@ class _TraitWatch(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.seen = Traits(dtype)
+        self.record = Traits(dtype)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function and inspect its result."""
-        kwargs, seen = kwargs or {}, self.seen
+        kwargs, record = kwargs or {}, self.record
         result = func(*args, **kwargs)
-        seen.stopped_by = seen.stopped_by or stop_of(func, args, result)
+        record.stopped_by = record.stopped_by or stop_of(func, args, result)
         name = getattr(func, "__name__", "")
         if name in DEFECTS and any(y.requires_grad for y in (result if isinstance(result, tuple) else (result,))):
-            seen.defective |= {name}
+            record.defective |= {name}
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
             if name == "embedding" and (token := _padding_read(*args, **kwargs)) is not None:
-                seen.padding = PADDING
-                seen.still[id(kwargs.get("weight", args[1] if len(args) > 1 else None))] = token
-            if torch.finfo(result.dtype).eps > torch.finfo(seen.precision).eps:
-                seen.precision, seen.lowered_by = result.dtype, name
+                record.padding = PADDING
+                record.padding_tokens[id(kwargs.get("weight", args[1] if len(args) > 1 else None))] = token
+            if torch.finfo(result.dtype).eps > torch.finfo(record.precision).eps:
+                record.precision, record.lowered_by = result.dtype, name
         return result

@@ -19,7 +19,7 @@ from torch import nn
 
 import hessiankit as hk
 from derivations.normalization import RMSNormAt
-from hessiankit.verify.check import AGAINST, INDEPENDENT
+from hessiankit.verify.check import INDEPENDENT, REFERENCES_OF_BLOCKS
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.identities import IdentityReport, identities
 from hessiankit.verify.probes import probe_directions
@@ -124,10 +124,10 @@ def test_three_independent_references_and_others_by_name() -> None:
     torch.manual_seed(0)
     module, x, target = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double(), torch.randn(5, 3), torch.randn(5, 4)
     assert tuple(h.reference for h in hk.check(module, x, target).health) == INDEPENDENT
-    report = hk.check(module, x, target, against=AGAINST)
-    assert tuple(h.reference for h in report.health) == AGAINST
+    report = hk.check(module, x, target, against=REFERENCES_OF_BLOCKS)
+    assert tuple(h.reference for h in report.health) == REFERENCES_OF_BLOCKS
     assert bool(report) is (len(report.healthy_groups) >= 2)
-    assert tuple(h.reference for h in plain().health) == AGAINST  # hessiankit's own block shows the known defect
+    assert tuple(h.reference for h in plain().health) == REFERENCES_OF_BLOCKS  # hessiankit's own block shows the known defect
 
 
 def test_another_forward_mode_is_taken_where_torch_has_none_of_the_gradient() -> None:

@@ -17,7 +17,7 @@ from hessiankit.curvature.diagonal import CurvatureDiagonal
 from hessiankit.verify import Problem
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import Layout, joined
-from hessiankit.verify.probes import EVERYTHING, directions, roles
+from hessiankit.verify.probes import ALL_PARAMETERS, directions, roles
 from hessiankit.verify.references import REFERENCES
 
 IDS = torch.tensor([[1, 7, 3, 0], [5, 5, 29, 2]])
@@ -155,5 +155,5 @@ def test_groups_are_roles_and_not_too_many() -> None:
     names = [f"h.{layer}.{part}.{kind}" for layer in range(5) for part in ("ln", "attn") for kind in ("weight", "bias")]
     assert list(roles([*names, "wte.weight"])) == ["h.*.ln", "h.*.attn", "wte"]
     assert list(roles([f"a{i}.b{j}.weight" for i in range(5) for j in range(5)])) == ["a0", "a1", "a2", "a3", "a4"]
-    assert list(roles(f"p{i}" for i in range(30))) == [EVERYTHING]
-    assert [d.label for d in directions({"a": ("x",), "b": ("y",)}, 2, 0)] == ["a", "a", "b", "b", EVERYTHING]
+    assert list(roles(f"p{i}" for i in range(30))) == [ALL_PARAMETERS]
+    assert [d.label for d in directions({"a": ("x",), "b": ("y",)}, 2, 0)] == ["a", "a", "b", "b", ALL_PARAMETERS]

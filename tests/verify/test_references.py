@@ -49,7 +49,7 @@ def test_products_are_the_matrix_times_each_row(name, monkeypatch):
     problem, H = least_squares()
     V = draw(6, problem.size)
     assert relative(REFERENCES[name].products(problem, V), V @ H) < 1e-11
-    monkeypatch.setattr(reference_base, "MOST_TOGETHER", 4)
+    monkeypatch.setattr(reference_base, "CHUNK_LIMIT", 4)
     assert relative(REFERENCES[name].products(problem, V), V @ H) < 1e-11
     assert REFERENCES[name].products(problem, V[:0]).shape == (0, problem.size)
 
