@@ -88,7 +88,7 @@ class CurvatureDiagonal(Printed):
         return math.fsum(self.traces.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        shapes = ByName(((n, tuple(x.shape)) for n, x in self.values.items()), getattr(self.values, "also", None))
+        shapes = ByName(((n, tuple(x.shape)) for n, x in self.values.items()), getattr(self.values, "aliases", None))
         whole, rows = locate("CurvatureDiagonal", name, shapes)
         return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
 
@@ -220,7 +220,7 @@ def diagonal_of(
     elif fallbacks:
         check_fallbacks(batches, kind, flat)
     shapes, slices = batches[0].shapes, batches[0].slices
-    values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
+    values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.aliases)
     for name, x in values.items():
         if not bool(torch.isfinite(x).all()):
             raise not_finite(WHO, name, name, batches)

@@ -45,7 +45,7 @@ class JacobianOperator(TensorOperator):
     """
 
     def __init__(self, batch: BatchLoss) -> None:
-        traced = loss_trace(batch, later=True)
+        traced = loss_trace(batch, is_deferred=True)
         if traced.output is None:
             raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
         trace, self._output = traced.trace, traced.output

@@ -72,7 +72,7 @@ class Linearisation:
         handshake: Handshake | None = None,
         traced: LossTrace | None = None,
     ) -> None:
-        traced = traced or loss_trace(batch, later=True)
+        traced = traced or loss_trace(batch, is_deferred=True)
         trace = traced.trace
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in batch.parameters}

@@ -65,7 +65,7 @@ def micro_batches(
     own = None if numbers is None else [int(number) for number in numbers]
     if own is not None and (any(number < 0 for number in own) or len(set(own)) < len(own)):
         raise InputError(f"{who}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence")
-    several, pairs, _ = read_data(data, target, loss, model, later=shift, trial=micro_batch)
+    several, pairs, _ = read_data(data, target, loss, model, is_shifted=shift, trial=micro_batch)
     cut: list[MicroBatch] = []
     total = 0
     for k, (inputs, labels) in enumerate(pairs):
