@@ -213,7 +213,7 @@ def diagonal_of(
                 "take scalar_estimates(hessian_operator(...)) with more products, fewer params=[...], or max_products=None"
             ) from None
     flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
-    if method == "estimate" or cost > sums.most:
+    if method == "estimate" or cost > sums.max_products:
         operator = HessianOperator.of(batches, kind)
         estimate = scalar_estimates(operator, products=PRODUCTS, seed=seed)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks

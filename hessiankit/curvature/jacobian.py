@@ -14,7 +14,7 @@ from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.diagnosis import REMEDY, origin_of_any
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.parts import WORKSPACE
-from hessiankit.engine.sweep import Along, dense, pull, push, reads
+from hessiankit.engine.sweep import Tangents, dense, pull, push, reads
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import loss_trace
@@ -98,7 +98,7 @@ class JacobianOperator(TensorOperator):
         return products
 
     def _push(self, rows: Tensor) -> Tensor:
-        tangents: dict[int, Along] = {}
+        tangents: dict[int, Tangents] = {}
         for name, at in self._ids.items():
             tangents[at] = rows[:, self.slices[name]].reshape(-1, *self._shapes[name])
         push(self._steps, tangents, *self._reads)

@@ -122,12 +122,12 @@ def check_same_shape(target: Tensor, shape: Sequence[int], loss_name: str = "squ
 
 
 def check_labels(target: Tensor, shape: Sequence[int]) -> None:
-    """Raise InputError unless a target holds one integer part for each row of logits of this shape."""
+    """Raise InputError unless a target holds one integer label for each row of logits of this shape."""
     if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
         raise InputError(f"request: target is {target.dtype}; cross entropy needs integer class labels")
     if target.shape != shape[:-1]:
         raise InputError(
-            f"request: target has shape {tuple(target.shape)}, expected {tuple(shape[:-1])}: one part for each row of the "
+            f"request: target has shape {tuple(target.shape)}, expected {tuple(shape[:-1])}: one label for each row of the "
             f"logits {tuple(shape)}, whose last axis holds the classes"
         )
     labels = target[target != IGNORE_INDEX]
