@@ -88,7 +88,7 @@ class CurvatureDiagonal(Printed):
         return math.fsum(self.traces.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        shapes = ByName(((n, tuple(x.shape)) for n, x in self.values.items()), getattr(self.values, "also", None))
+        shapes = ByName(((n, tuple(x.shape)) for n, x in self.values.items()), getattr(self.values, "aliases", None))
         whole, rows = locate("CurvatureDiagonal", name, shapes)
         return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
 
@@ -213,14 +213,14 @@ def diagonal_of(
                 "take scalar_estimates(hessian_operator(...)) with more products, fewer params=[...], or max_products=None"
             ) from None
     flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
-    if method == "estimate" or cost > sums.most:
+    if method == "estimate" or cost > sums.max_products:
         operator = HessianOperator.of(batches, kind)
         estimate = scalar_estimates(operator, products=PRODUCTS, seed=seed)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     elif fallbacks:
         check_fallbacks(batches, kind, flat)
     shapes, slices = batches[0].shapes, batches[0].slices
-    values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
+    values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.aliases)
     for name, x in values.items():
         if not bool(torch.isfinite(x).all()):
             raise not_finite(WHO, name, name, batches)

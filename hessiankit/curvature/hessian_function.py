@@ -94,7 +94,7 @@ def hessian_function(
     >>> f().matrix.item(), f(torch.tensor([1.0], dtype=torch.float64)).matrix.item()
     (15.0, 30.0)
     """
-    if read_data(inputs, target, loss, module).several:
+    if read_data(inputs, target, loss, module).is_many:
         raise InputError(f"{WHO}: inputs are several batches; pass one, and call the function with each of them")
     is_pair = target is None and isinstance(inputs, (tuple, list)) and loss is not None
     if is_pair and not getattr(module, RETURNS_LOSS, False):

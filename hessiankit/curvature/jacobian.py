@@ -14,7 +14,7 @@ from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.diagnosis import REMEDY, origin_of_any
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.parts import WORKSPACE
-from hessiankit.engine.sweep import Along, dense, pull, push, reads
+from hessiankit.engine.sweep import Tangents, dense, pull, push, reads
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import loss_trace
@@ -45,7 +45,7 @@ class JacobianOperator(TensorOperator):
     """
 
     def __init__(self, batch: BatchLoss) -> None:
-        traced = loss_trace(batch, later=True)
+        traced = loss_trace(batch, is_deferred=True)
         if traced.output is None:
             raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
         trace, self._output = traced.trace, traced.output
@@ -98,7 +98,7 @@ class JacobianOperator(TensorOperator):
         return products
 
     def _push(self, rows: Tensor) -> Tensor:
-        tangents: dict[int, Along] = {}
+        tangents: dict[int, Tangents] = {}
         for name, at in self._ids.items():
             tangents[at] = rows[:, self.slices[name]].reshape(-1, *self._shapes[name])
         push(self._steps, tangents, *self._reads)

@@ -30,8 +30,8 @@ def assemble(
 
     Args:
         batch: One batch.
-        matrix: Its lower half is left alone.
-        batch_size: As in :func:`parts`.
+        matrix: Matrix, whose lower half is left alone.
+        batch_size: Argument of :func:`parts`.
         progress: Called with (samples done, samples in all).
         on_memory: Called with about the bytes that the derivatives of a chunk take, before they are computed.
 
@@ -45,7 +45,7 @@ def assemble(
             if on_memory is not None:
                 on_memory(part.bytes)
             add_part(part, matrix, handshake, gauss_newton=gauss_newton)
-            fallbacks = part.traced.trace.fallbacks
+            fallbacks = part.traced_loss.trace.fallbacks
             losses.append(part.loss)
             if progress is not None:
                 progress(part.stop, batch.n_samples)
@@ -56,7 +56,7 @@ def assemble(
 def add_part(part: BatchPart, matrix: SymmetricStorage, handshake: Handshake | None, *, gauss_newton: bool) -> None:
     """Add the Hessian of some samples to a matrix or a panel of it, by sweeps or by products with unit vectors."""
     if part.is_long:
-        linearised = Linearisation(part.batch, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
+        linearised = Linearisation(part.batch, gauss_newton=gauss_newton, handshake=handshake, traced_loss=part.traced_loss)
         add_products(linearised, part.batch.share, matrix)
         return
     if handshake is not None:

@@ -22,7 +22,7 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.matrix_rows import Columns, MatrixRows
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.sweep import KEPT, Along, Bent, UnitColumns, dense, pull, push, reads, work_space
+from hessiankit.engine.sweep import TAIL_SIZE, InputTangents, Tangents, UnitColumns, dense, pull, push, reads, work_space
 from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 
@@ -30,7 +30,7 @@ class PairSums:
     """Curvature between places that keep all rows apart: collected over outputs, then summed over rows for pairs of parameters.
 
     Args:
-        matrix: What they are added to.
+        matrix: Matrix that they are added to.
     """
 
     def __init__(self, matrix: MatrixRows) -> None:
@@ -41,7 +41,7 @@ class PairSums:
     def add(self, d: Directions, start: int, stop: int, v: ParameterJacobian, K: Tensor) -> None:
         """Add curvature K (p, R, q) between outputs ``start`` to ``stop`` of a place and a later one, or itself."""
         parts = self._parts.setdefault((id(d), id(v)), [])
-        if parts and self._numbers + K.numel() > KEPT:
+        if parts and self._numbers + K.numel() > TAIL_SIZE:
             self.close()
             parts = self._parts.setdefault((id(d), id(v)), [])
         parts.append((d, start, stop, v, K))
@@ -59,15 +59,15 @@ class PairSums:
         (start, stop), width, add = outputs, K.shape[2], self.matrix.add_pair
         if not any(u is v for u in d.place.jacobians):
             for u in d.jacobians:
-                add(u, outputs, v, (0, width), K, same=False)
+                add(u, outputs, v, (0, width), K, is_same_place=False)
             return
         for u in d.jacobians:  # of a place with itself half: of two Jacobians one order, of one the upper half
             if u is v:
-                add(u, outputs, u, outputs, K[:, :, start:stop], same=True)
+                add(u, outputs, u, outputs, K[:, :, start:stop], is_same_place=True)
                 if stop < width:
-                    add(u, outputs, u, (stop, width), K[:, :, stop:], same=False)
+                    add(u, outputs, u, (stop, width), K[:, :, stop:], is_same_place=False)
                 break
-            add(u, outputs, v, (0, width), K, same=False)
+            add(u, outputs, v, (0, width), K, is_same_place=False)
 
 
 @dataclass
@@ -76,10 +76,10 @@ class Tail:
 
     Attributes:
         at: Id of x.
-        level: How many axes of x index rows that stay apart behind it: G groups of S numbers.
+        level: Number of axes of x that index rows that stay apart behind it: G groups of S numbers.
         K: (G, S, S), the second derivative of the loss with respect to x.
         Z: (G, S, columns), how the gradient with respect to the parameters behind x moves with x.
-        columns: Of Z.
+        columns: Columns of Z.
     """
 
     at: int
@@ -94,7 +94,7 @@ class BlockRows:
 
     Args:
         paths: The trace.
-        sections: As :func:`hessiankit.engine.sections.sections` returns them.
+        sections: Sections of the trace, from :func:`hessiankit.engine.sections.sections`.
     """
 
     def __init__(self, paths: Paths, sections: Sequence[Section]) -> None:
@@ -104,62 +104,62 @@ class BlockRows:
         """Add all rows to a matrix, those of the last place first, as summands: entries are complete when all are added."""
         tail: Tail | None = None
         for section, earlier in zip(self.sections, [*(s.places for s in self.sections[1:]), []], strict=True):
-            own = {key(u) for place in section.places for u in place.jacobians}
-            shared = [] if tail is None else [(k, tail.Z[:, :, tail.columns.slices[k]].clone()) for k in own]
-            before, tail = self.tails(section, tail, earlier)
-            for k, Z in shared:  # of two places in this section each pair comes twice
+            keys = {key(u) for place in section.places for u in place.jacobians}
+            copies = [] if tail is None else [(k, tail.Z[:, :, tail.columns.slices[k]].clone()) for k in keys]
+            entry_tail, tail = self.tails(section, tail, earlier)
+            for k, Z in copies:  # of two places in this section each pair comes twice
                 assert tail is not None
                 half = tail.Z[:, :, tail.columns.slices[k]]
                 half.add_(Z.reshape(half.shape)).mul_(0.5)
             for plan in section.plans:
                 first = plan.directions[0].place.order
                 names = {u.parameter for d in plan.directions for u in d.place.jacobians}
-                behind = {name for name, _ in (tail.columns.slices if tail else ())}
-                behind |= {u.parameter for place in section.places if place.order >= first for u in place.jacobians}
-                if not any(matrix.wants(i, j) for i in names for j in behind):
+                column_names = {name for name, _ in (tail.columns.slices if tail else ())}
+                column_names |= {u.parameter for place in section.places if place.order >= first for u in place.jacobians}
+                if not any(matrix.wants(i, j) for i in names for j in column_names):
                     continue
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
-                each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
+                numbers = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
                 pairs = PairSums(matrix)
-                for chunk in plan.chunks(each, work_space(self.paths.device)):
+                for chunk in plan.chunks(numbers, work_space(self.paths.device)):
                     self._read_directions(section, plan, chunk, columns, tail, matrix, pairs)
                 pairs.close()
                 matrix.finish()
-            tail = before
+            tail = entry_tail
 
-    def _columns(self, places: Sequence[Place], before: Columns | None = None) -> Columns:
-        return Columns([u for place in places for u in place.jacobians], before)
+    def _columns(self, places: Sequence[Place], base: Columns | None = None) -> Columns:
+        return Columns([u for place in places for u in place.jacobians], base)
 
     def tails(
-        self, section: Section, tail: Tail | None, earlier: Sequence[Place], *, alone: bool = False
+        self, section: Section, tail: Tail | None, earlier: Sequence[Place], *, is_diagonal: bool = False
     ) -> tuple[Tail | None, Tail | None]:
         """Return the tail of a section's input, with room for the columns of places earlier than it, and that of its end."""
         to_entry = None
         if tail is not None:
-            tail, to_entry = self._through(section, tail, alone=alone)
-        return None if section.entry is None else self._enter(section, tail, to_entry, earlier, alone=alone), tail
+            tail, to_entry = self._through(section, tail, is_diagonal=is_diagonal)
+        return None if section.entry is None else self._enter(section, tail, to_entry, earlier, is_diagonal=is_diagonal), tail
 
     def sweep(
         self,
         section: Section,
         path: list[Step],
-        arrive: Callable[[Place, Along, bool], None],
+        arrive: Callable[[Place, Tangents, bool], None],
         *,
-        seeds: Mapping[int, Along] | None = None,
+        seeds: Mapping[int, Tangents] | None = None,
         bars: dict[int, Tensor] | None = None,
-        pushed: Callable[[Tensor], None] | None = None,
+        read_end: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Push directions to the end of a section and pull them back; ``arrive(place, covector, is_mixed)``."""
         places, entry = self.paths.by_value, section.entry
-        bent: Bent = {}
+        input_tangents: InputTangents = {}
         if seeds:
             mixed = [(places[step.output], at) for step in path if step.output in places and (at := step.inputs[0]) is not None]
             mixed = [(place, at) for place, at in mixed if place.mixed is not None]
-            end = () if pushed is None or section.end == self.paths.output else (section.end,)
+            end = () if read_end is None or section.end == self.paths.output else (section.end,)
             tangents = dict(seeds)
-            bent = push(path, tangents, *reads(path, {*end, *(at for _, at in mixed)}))
-            if pushed is not None and end:
-                pushed(dense(tangents[section.end]))
+            input_tangents = push(path, tangents, *reads(path, {*end, *(at for _, at in mixed)}))
+            if read_end is not None and end:
+                read_end(dense(tangents[section.end]))
             for place, at in reversed(mixed):
                 if at in tangents:
                     arrive(place, tangents[at] if place.plain is None else place.plain.push([dense(tangents[at])]), True)
@@ -168,9 +168,9 @@ class BlockRows:
         def arrived(at: int, bar: Tensor) -> None:
             arrive(entry if entry is not None and at == entry.at else places[at], bar, False)
 
-        pull(path, dict(bars or {}), bent, {}, stops, arrived)
+        pull(path, dict(bars or {}), input_tangents, {}, stops, arrived)
 
-    def _through(self, section: Section, tail: Tail, *, alone: bool) -> tuple[Tail, Tensor | None]:
+    def _through(self, section: Section, tail: Tail, *, is_diagonal: bool) -> tuple[Tail, Tensor | None]:
         """Pull what follows a section back through it, to the columns of its own parameters.
 
         Returns:
@@ -187,11 +187,11 @@ class BlockRows:
             K = K.reshape(groups, size, size)
         to_entry: list[Tensor] = []
 
-        def arrive(place: Place, bar: Along, mixed: bool) -> None:
+        def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
             assert isinstance(bar, Tensor)
             if place is entry:
                 to_entry.append(bar.reshape(size, groups, -1).transpose(0, 1).contiguous())
-            elif not alone:
+            elif not is_diagonal:
                 for v, covectors in place.arriving(bar, groups, mixed=False):
                     v.add_vjp(covectors, Z.transpose(0, 1)[:, :, tail.columns.slices[key(v)]])
 
@@ -200,46 +200,46 @@ class BlockRows:
         return Tail(tail.at, level, K, Z, tail.columns), to_entry[0] if to_entry else None
 
     def _enter(
-        self, section: Section, tail: Tail | None, to_entry: Tensor | None, earlier: Sequence[Place], *, alone: bool
+        self, section: Section, tail: Tail | None, to_entry: Tensor | None, earlier: Sequence[Place], *, is_diagonal: bool
     ) -> Tail:
         """Return the tail of the value that enters a section."""
         entry, path = section.entry, section.path
         assert entry is not None
         y = self.paths.value(entry.at)
-        fine = self.paths.level(entry.at, path)
-        level = min(fine, tail.level) if tail else fine
-        d = Directions(entry, fine, entry.width, [], False)
-        columns = tail.columns if tail else self._columns([] if alone else section.places)
-        wider = self._columns([] if alone else earlier, columns)
-        groups, m, inner = d.groups, d.rows, y.shape[level:fine].numel()
+        entry_level = self.paths.level(entry.at, path)
+        level = min(entry_level, tail.level) if tail else entry_level
+        d = Directions(entry, entry_level, entry.width, [], False)
+        columns = tail.columns if tail else self._columns([] if is_diagonal else section.places)
+        wider = self._columns([] if is_diagonal else earlier, columns)
+        groups, m, inner = d.groups, d.rows, y.shape[level:entry_level].numel()
         Z = y.new_zeros(groups, m, d.outputs, wider.size)
         K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
         plan = SweepPlan(path, [d], self.paths.numbers(path), False)
         for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths.device)):
-            count, whole = m * (stop - start), stop - start == d.outputs
+            count, is_complete = m * (stop - start), stop - start == d.outputs
             Z_part, K_part = (
-                (t if whole else torch.zeros_like(t[:, :, start:stop])).reshape(groups, count, t.shape[3]) for t in (Z, K)
+                (t if is_complete else torch.zeros_like(t[:, :, start:stop])).reshape(groups, count, t.shape[3]) for t in (Z, K)
             )
 
-            def pushed(T: Tensor, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
+            def read_end(T: Tensor, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 if tail is not None:
-                    combine(T, fine, tail.Z, Z[:, :, wider.size - columns.size :])
+                    combine(T, entry_level, tail.Z, Z[:, :, wider.size - columns.size :])
                     if to_entry is not None:
-                        combine(T, fine, to_entry, K)
+                        combine(T, entry_level, to_entry, K)
 
-            def arrive(place: Place, bar: Along, mixed: bool, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
+            def arrive(place: Place, bar: Tangents, mixed: bool, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 assert isinstance(bar, Tensor)
                 if place is entry:
-                    own = bar.reshape(len(bar), groups, -1).transpose(0, 1)
+                    rows = bar.reshape(len(bar), groups, -1).transpose(0, 1)
                     into = K.reshape(groups // inner, inner, len(bar), inner, -1)
-                    into.diagonal(dim1=1, dim2=3).add_(own.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
-                elif not alone:
+                    into.diagonal(dim1=1, dim2=3).add_(rows.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
+                elif not is_diagonal:
                     for v, covectors in place.arriving(bar, groups, mixed=mixed):
                         v.add_vjp(covectors, Z.transpose(0, 1)[:, :, wider.slices[key(v)]])
 
             seeds = {entry.at: d.tangents(start, stop, y)}
-            self.sweep(section, path, arrive, seeds=seeds, pushed=pushed)
-            if not whole:
+            self.sweep(section, path, arrive, seeds=seeds, read_end=read_end)
+            if not is_complete:
                 for t, part in ((Z, Z_part), (K, K_part)):
                     t[:, :, start:stop] = part.reshape(groups, m, stop - start, -1)
         G = y.shape[:level].numel()
@@ -256,7 +256,7 @@ class BlockRows:
         pairs: PairSums,
     ) -> None:
         """Add the rows of some directions to a matrix."""
-        seeds: dict[int, Along] = {}
+        seeds: dict[int, Tangents] = {}
         spans: list[tuple[Directions, int, int, slice]] = []
         count, groups = sum(d.rows * (stop - start) for d, start, stop in chunk), plan.directions[0].groups
         for d, start, stop in chunk:
@@ -270,16 +270,16 @@ class BlockRows:
                 among[span] = d.tangents(start, stop, value)
         Z = None if tail or plan.by_pairs else value.new_zeros(groups, count, columns.size)
 
-        def pushed(T: Tensor) -> None:
+        def read_end(T: Tensor) -> None:
             nonlocal Z
             if tail is not None:
                 Z = combine(T, plan.level, tail.Z)
 
-        def arrive(place: Place, bar: Along, mixed: bool) -> None:
+        def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
             earlier = [one for one in spans if one[0].place.order < place.order or (one[0].place is place and not mixed)]
             if not earlier or place is section.entry:
                 return
-            own = earlier[-1] if earlier[-1][0].place is place else None
+            span_of_place = earlier[-1] if earlier[-1][0].place is place else None
             last = earlier[-1][3].stop
             if isinstance(bar, UnitColumns):
                 if place.mixed is not None and chunk[0][0].place.order < place.order:
@@ -292,13 +292,13 @@ class BlockRows:
                         pairs.add(d, start, stop, v, K[span, :, 0])
                 return
             assert Z is not None
-            if own is not None:  # half of a place with itself
+            if span_of_place is not None:  # half of a place with itself
                 bar = bar[:last].clone()
-                bar[own[3]] *= 0.5
+                bar[span_of_place[3]] *= 0.5
             for v, K in place.arriving(bar[:last], groups, mixed=mixed):
                 v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.slices[key(v)]])
 
-        self.sweep(section, plan.path, arrive, seeds=seeds, pushed=pushed)
+        self.sweep(section, plan.path, arrive, seeds=seeds, read_end=read_end)
         if Z is not None:
             for d, start, stop, span in spans:
                 rows = Z[:, span].reshape(-1, stop - start, columns.size)
@@ -306,7 +306,7 @@ class BlockRows:
                     matrix.add_rows(u, start, stop, rows, columns)
 
 
-def combine(T: Tensor, level: int, Z: Tensor, out: Tensor | None = None) -> Tensor:
+def combine(T: Tensor, level: int, Z: Tensor, into: Tensor | None = None) -> Tensor:
     """Return T^T Z (groups, S, columns) for directions T (S, *shape) that do not mix the first ``level`` axes."""
     count, groups = len(T), T.shape[1 : 1 + level].numel()
-    return torch.bmm(T.reshape(count, groups, -1).transpose(0, 1), Z.reshape(groups, T[0].numel() // groups, -1), out=out)
+    return torch.bmm(T.reshape(count, groups, -1).transpose(0, 1), Z.reshape(groups, T[0].numel() // groups, -1), out=into)

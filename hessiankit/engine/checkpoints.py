@@ -13,7 +13,7 @@ from torch import Tensor
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, last_readers
 
 WIDER = 4
-"""How many times as many bytes the values since the last checkpoint must take as those that pass it, for a checkpoint to pay."""
+"""Ratio of the bytes of the values since the last checkpoint to those that pass it from which a checkpoint pays."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class CheckpointSegment:
     """Applications between two checkpoints.
 
     Attributes:
-        applications: In order; all of them on the way to the loss.
+        applications: Applications in order; all of them on the way to the loss.
         entries: Values from before that are read here or later, parameters apart.
     """
 
@@ -39,7 +39,7 @@ def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegmen
     path = ancestors_of_output(trace)
     if not layers:
         return [CheckpointSegment(tuple(path), ())]
-    own, last = set(trace.parameters.values()), last_readers(path)
+    parameter_ids, last = set(trace.parameters.values()), last_readers(path)
     segments: list[CheckpointSegment] = []
     live: set[int] = set()
     segment: list[Application] = []
@@ -49,8 +49,8 @@ def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegmen
         segment.append(a)
         live = {at for at in (*live, a.output) if last.get(at) not in (None, a.output)}
         count += size(trace.values[a.output])
-        passing = sum(size(trace.values[at]) for at in live)
-        if len(live) == 1 and count > WIDER * passing and not live & own:
+        live_size = sum(size(trace.values[at]) for at in live)
+        if len(live) == 1 and count > WIDER * live_size and not live & parameter_ids:
             segments.append(CheckpointSegment(tuple(segment), entries))
             segment, entries, count = [], tuple(live), 0
     return [*segments, CheckpointSegment(tuple(segment), entries)] if segment else segments

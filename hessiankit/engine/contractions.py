@@ -17,7 +17,7 @@ OUTER = 256
 """Columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed."""
 
 
-def add_between(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+def add_between(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor, *, is_symmetric: bool) -> KernelSum | None:
     """Add sum_n u_n^T K_n v_n.
 
     Args:
@@ -25,13 +25,13 @@ def add_between(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Ten
         v: Jacobian of its columns.
         K: (R, p, q), for some outputs of both, those of ``into``.
         into: The block: each side (outputs), or (inputs, outputs) of a weight.
-        same: Whether u and v are one and K is symmetric.
+        is_symmetric: Whether u and v are one and K is symmetric.
 
     Returns:
         What is left to be added, by compiled kernels.
     """
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
-        return add_weights(u.X, v.X, K, into, same=same)
+        return add_weights(u.X, v.X, K, into, is_symmetric=is_symmetric)
     by_output = K.transpose(0, 1)  # (p, R, q)
     if isinstance(v, GainJacobian) and not v.is_ones:
         by_output = by_output * v.X
@@ -49,7 +49,7 @@ def add_selected(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Te
     if not isinstance(v, IndexJacobian):
         add_selected(v, u, K.mT, into.T)
     elif isinstance(u, IndexJacobian):
-        into.index_put_((u.which.unsqueeze(2), v.which.unsqueeze(1)), K, accumulate=True)
+        into.index_put_((u.index.unsqueeze(2), v.index.unsqueeze(1)), K, accumulate=True)
     elif isinstance(u, GainJacobian):
         into += v.vjp((K if u.is_ones else K * u.X.unsqueeze(2)).mT).T
     else:
@@ -59,7 +59,7 @@ def add_selected(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Te
             rows = slice(start, start + step)
             pairs = torch.einsum("ni,npq->nqip", u.X[rows], K[rows])
             pairs = (pairs.mT if u.transposed else pairs).flatten(2)  # (rows, q, size of u)
-            into += replace(v, which=v.which[rows]).vjp(pairs).T
+            into += replace(v, index=v.index[rows]).vjp(pairs).T
 
 
 def add_equal_columns(u: ParameterJacobian, v: ParameterJacobian, k: Tensor, into: Tensor) -> None:
@@ -68,21 +68,21 @@ def add_equal_columns(u: ParameterJacobian, v: ParameterJacobian, k: Tensor, int
     for w in (u, v):
         if isinstance(w, GainJacobian) and not w.is_ones:
             k = k * w.X
-    own = into.diagonal(dim1=int(u.is_weight), dim2=into.ndim - 1)  # (inputs of u, inputs of v, p), without those of gains
+    diagonal = into.diagonal(dim1=int(u.is_weight), dim2=into.ndim - 1)  # (inputs of u, inputs of v, p), without those of gains
     if not (isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian)):
         X = next((w.X for w in (u, v) if isinstance(w, WeightJacobian)), None)
-        own += k.sum(0) if X is None else X.T @ k
+        diagonal += k.sum(0) if X is None else X.T @ k
         return
     i, j = u.X.shape[1], v.X.shape[1]
     step = max(1, together(OUTER, k) // j)
     for start in range(0, i, step):
         outer = (u.X[:, start : start + step].unsqueeze(2) * v.X.unsqueeze(1)).flatten(1)
-        own[start : start + step].add_((outer.T @ k).reshape(-1, j, p))
+        diagonal[start : start + step].add_((outer.T @ k).reshape(-1, j, p))
 
 
-def add_weights(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+def add_weights(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, is_symmetric: bool) -> KernelSum | None:
     """Add sum_n x_n[i] K_n[p, q] y_n[j] to ``into`` (i, p, j, q), a few inputs and outputs at a time."""
-    by_kernel = kernel_sum(X, Y, K, into, same=same)
+    by_kernel = kernel_sum(X, Y, K, into, is_symmetric=is_symmetric)
     if by_kernel is not None:
         return by_kernel
     rows, p, q = K.shape
@@ -95,17 +95,17 @@ def add_weights(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) ->
     step = max(1, together(OUTER, K) // j)
     for start in range(0, i, step):
         stop = min(i, start + step)
-        first = start if same else 0  # symmetric: the earlier columns have been seen from the other side
+        first = start if is_symmetric else 0  # symmetric: the earlier columns have been seen from the other side
         outer = (x[start:stop].unsqueeze(1) * y[first:]).flatten(0, 1)
-        few = max(1, together(CACHE, K) // (outer.shape[0] * q))
-        for top in range(0, p, few):
-            bottom = min(p, top + few)
+        height = max(1, together(CACHE, K) // (outer.shape[0] * q))
+        for top in range(0, p, height):
+            bottom = min(p, top + height)
             part = flat[:, top * q : bottom * q]
             if inputs_last:
                 block = (part.T @ outer.T).reshape(bottom - top, q, stop - start, j - first).permute(2, 3, 0, 1)
             else:
                 block = (outer @ part).reshape(stop - start, j - first, bottom - top, q)
             target[start:stop, first:, top:bottom].add_(block)
-            if same:
+            if is_symmetric:
                 target[stop:, start:stop, top:bottom].add_(block[:, stop - start :].transpose(0, 1))
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.sweep import KEPT, work_space
+from hessiankit.engine.sweep import TAIL_SIZE, work_space
 from hessiankit.engine.sweep_plans import Section, SweepPlan
 
 CALL = 8_000
@@ -26,7 +26,7 @@ STEP = 8
 READ = 12
 """Calls of torch that read a result of a sweep: a covector at a place, a pair of Jacobians, rows of a parameter, a cut."""
 
-TOUCHED = 8
+PATH_PASSES = 8
 """Passes over a number of the path that a direction takes, pushed and pulled."""
 
 WRITES = 6
@@ -59,9 +59,9 @@ class SweepCost:
         return self.operations * CALL + self.multiplications / MATMUL + self.passes
 
 
-def sweep_cost(paths: Paths, sections: Sequence[Section], *, alone: bool = False) -> SweepCost:
-    """Return the cost of all rows of a trace in sections; ``alone``: of places with themselves only."""
-    count = _Count(paths, alone=alone)
+def sweep_cost(paths: Paths, sections: Sequence[Section], *, is_diagonal: bool = False) -> SweepCost:
+    """Return the cost of all rows of a trace in sections; ``is_diagonal``: of places with themselves only."""
+    count = _Count(paths, is_diagonal=is_diagonal)
     for section in sections:
         count.section(section)
     resting = 2 * sum(paths.value(step.output).numel() for step in paths.steps)  # values, their adjoints and derivatives
@@ -70,16 +70,16 @@ def sweep_cost(paths: Paths, sections: Sequence[Section], *, alone: bool = False
     return count.total()
 
 
-def section_cost(paths: Paths, section: Section, *, alone: bool = False) -> SweepCost:
+def section_cost(paths: Paths, section: Section, *, is_diagonal: bool = False) -> SweepCost:
     """Return the cost of the rows of one section."""
-    count = _Count(paths, alone=alone)
+    count = _Count(paths, is_diagonal=is_diagonal)
     count.section(section)
     return count.total()
 
 
-def plan_cost(paths: Paths, plan: SweepPlan, section: Section, *, alone: bool = False) -> SweepCost:
+def plan_cost(paths: Paths, plan: SweepPlan, section: Section, *, is_diagonal: bool = False) -> SweepCost:
     """Return the cost of one sweep of a section."""
-    count = _Count(paths, alone=alone)
+    count = _Count(paths, is_diagonal=is_diagonal)
     count.plan(plan, section)
     return count.total()
 
@@ -87,8 +87,8 @@ def plan_cost(paths: Paths, plan: SweepPlan, section: Section, *, alone: bool = 
 class _Count:
     """Sums of what sweeps take."""
 
-    def __init__(self, paths: Paths, *, alone: bool) -> None:
-        self.paths, self.alone = paths, alone
+    def __init__(self, paths: Paths, *, is_diagonal: bool) -> None:
+        self.paths, self.is_diagonal = paths, is_diagonal
         self.multiplications = self.passes = 0.0
         self.operations = self.directions = self.peak = 0
         self.coupled = 0.0
@@ -96,67 +96,71 @@ class _Count:
     def section(self, section: Section) -> None:
         """Count the cost of a section: its cuts and its sweeps."""
         paths, x = self.paths, self.paths.value(section.end)
-        arriving = 0 if self.alone else sum(place.rows * place.size for place in section.places)
+        arriving = 0 if self.is_diagonal else sum(place.rows * place.size for place in section.places)
         onward, follows = 0, section.end != paths.output
         if follows:
-            together = x.shape[section.level :].numel()  # numbers that meet
-            onward = x.numel() * (section.columns + together)
-            self.through(section.path, together, arriving, onward, apart=section.level == x.ndim - 1)
+            group_size = x.shape[section.level :].numel()  # numbers that meet
+            onward = x.numel() * (section.columns + group_size)
+            self.through(section.path, group_size, arriving, onward, is_rowwise=section.level == x.ndim - 1)
         for plan in section.plans:
             self.plan(plan, section)
         if section.entry is not None:
-            y, fine = paths.value(section.entry.at), paths.level(section.entry.at, section.path)
-            together = y.shape[min(section.level, fine) if follows else fine :].numel()
-            kept = y.numel() * (section.columns + together)
-            self.through(section.path, y.shape[fine:].numel(), arriving + onward, kept, apart=fine == y.ndim - 1)
+            y, entry_level = paths.value(section.entry.at), paths.level(section.entry.at, section.path)
+            group_size = y.shape[min(section.level, entry_level) if follows else entry_level :].numel()
+            tail_numbers = y.numel() * (section.columns + group_size)
+            self.through(
+                section.path, y.shape[entry_level:].numel(), arriving + onward, tail_numbers, is_rowwise=entry_level == y.ndim - 1
+            )
 
-    def through(self, path: list[Step], directions: int, sums: int, kept: int, *, apart: bool) -> None:
+    def through(self, path: list[Step], directions: int, sums: int, tail_numbers: int, *, is_rowwise: bool) -> None:
         """Count the cost of a cut: directions over a section, the sums that each ends in, and the numbers kept."""
         numbers = self.paths.numbers(path)
         multiplications = directions * (self.paths.multiplications(path) + sums)
-        passes = TOUCHED * directions * numbers + WRITES * kept
+        passes = PATH_PASSES * directions * numbers + WRITES * tail_numbers
         operations = READ + STEP * len(path) + directions * self.paths.calls(path)
-        self._add(multiplications, passes, operations, apart=apart)
-        self.peak = max(self.peak, min(work_space(self.paths.device), 3 * directions * numbers) + 2 * kept)
+        self._add(multiplications, passes, operations, is_rowwise=is_rowwise)
+        self.peak = max(self.peak, min(work_space(self.paths.device), 3 * directions * numbers) + 2 * tail_numbers)
 
     def plan(self, plan: SweepPlan, section: Section) -> None:
         """Count what the directions of one sweep take."""
-        kept, columns = section.kept, section.columns
+        tail_numbers, columns = section.tail_numbers, section.columns
         count, first = plan.count, plan.directions[0].place
-        later = [r for r in section.places if (r is first if self.alone else r.order >= first.order)]
+        targets = [r for r in section.places if (r is first if self.is_diagonal else r.order >= first.order)]
         size = sum(d.place.size for d in plan.directions)
         groups = plan.directions[0].groups
-        ways = [(d.place, r) for d in plan.directions for r in later if d.place.order <= r.order]
-        each = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
+        ways = [(d.place, r) for d in plan.directions for r in targets if d.place.order <= r.order]
+        numbers = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
         space = work_space(self.paths.device)
-        operations = plan.chunk_count(each, space) * (STEP * len(plan.path) // (1 + self.alone) + READ * len(later))
+        operations = plan.chunk_count(numbers, space) * (STEP * len(plan.path) // (1 + self.is_diagonal) + READ * len(targets))
         operations += count * self.paths.calls(plan.path)
         if plan.by_pairs:
             sums = sum(t.rows * t.size * r.size for t, r in ways)
-            written = sum(t.size * r.size for t, r in ways)
-            between = sum(t.rows * t.width * r.width for t, r in ways)
-            operations += 0 if self.alone else READ * sum(len(t.jacobians) * len(r.jacobians) for t, r in ways)
+            entries = sum(t.size * r.size for t, r in ways)
+            pair_numbers = sum(t.rows * t.width * r.width for t, r in ways)
+            operations += 0 if self.is_diagonal else READ * sum(len(t.jacobians) * len(r.jacobians) for t, r in ways)
         else:
-            sums, written, between = count * sum(r.rows * r.size for r in later), 0, 0
-        if kept or not plan.by_pairs:  # rows of all columns at once
+            sums, entries, pair_numbers = count * sum(r.rows * r.size for r in targets), 0, 0
+        if tail_numbers or not plan.by_pairs:  # rows of all columns at once
             sums += sum(d.place.rows * d.place.size for d in plan.directions if not d.by_entry) * columns
-            written, between = written + size * columns, between + count * groups * columns
-            operations += 0 if self.alone else READ * sum(len(d.jacobians) for d in plan.directions)
-        if self.alone:
+            entries, pair_numbers = entries + size * columns, pair_numbers + count * groups * columns
+            operations += 0 if self.is_diagonal else READ * sum(len(d.jacobians) for d in plan.directions)
+        if self.is_diagonal:
             m = plan.directions[0].rows
-            bending = [at for step in plan.path if step.bends for at in step.inputs if at is not None]
-            sums = size * first.rows * m + (m > 1) * count * m * sum(self.paths.value(at).numel() for at in bending)
-            written = size
-        sums += count * kept
+            bend_inputs = [at for step in plan.path if step.bends for at in step.inputs if at is not None]
+            sums = size * first.rows * m + (m > 1) * count * m * sum(self.paths.value(at).numel() for at in bend_inputs)
+            entries = size
+        sums += count * tail_numbers
         self.directions += count
         columns_of = first.at if plan.by_pairs and len(plan.directions) == 1 else None
-        multiplications = count * self.paths.multiplications(plan.path, alone=self.alone, columns_of=columns_of) + sums
-        passes = TOUCHED * count * plan.numbers + 2 * between + WRITES * written
-        self._add(multiplications, passes, operations, apart=plan.apart)
-        self.peak = max(self.peak, min(max(space, each), count * each) + min(KEPT, between) + kept)
+        multiplications = (
+            count * self.paths.multiplications(plan.path, is_diagonal=self.is_diagonal, columns_of=columns_of) + sums
+        )
+        passes = PATH_PASSES * count * plan.numbers + 2 * pair_numbers + WRITES * entries
+        self._add(multiplications, passes, operations, is_rowwise=plan.is_rowwise)
+        self.peak = max(self.peak, min(max(space, numbers), count * numbers) + min(TAIL_SIZE, pair_numbers) + tail_numbers)
 
-    def _add(self, multiplications: float, passes: float, operations: int, *, apart: bool) -> None:
-        if not apart:
+    def _add(self, multiplications: float, passes: float, operations: int, *, is_rowwise: bool) -> None:
+        if not is_rowwise:
             self.coupled += multiplications / MATMUL + passes
         self.multiplications, self.passes = self.multiplications + multiplications, self.passes + passes
         self.operations += operations

@@ -37,11 +37,11 @@ class DiagonalSum:
     """The weighted sum of the diagonals of several batches.
 
     Args:
-        who: Name that starts an error message.
+        caller: Name that starts an error message.
         batches: One request a batch, for the same parameters.
         batch_size: Samples of a chunk, or None.
         progress: Called with (samples done, samples in all).
-        most: Raise :class:`TooCostly` where a batch would take longer than so many products with its Hessian.
+        max_products: Number of products with its Hessian; :class:`TooCostly` is raised where a batch would take longer.
 
     Attributes:
         entries: The diagonal so far.
@@ -50,11 +50,11 @@ class DiagonalSum:
         fallbacks: Operations that were differentiated automatically.
     """
 
-    who: str
+    caller: str
     batches: Sequence[BatchLoss]
     batch_size: int | None
     progress: Callable[[int, int], None] | None
-    most: float = math.inf
+    max_products: float = math.inf
 
     def __post_init__(self) -> None:
         first = self.batches[0]
@@ -78,25 +78,27 @@ class DiagonalSum:
                 value = batch.own_value()  # nothing that is asked for has an effect on this batch
             self.loss += batch.share * value
         if not has_effect:
-            raise without_effect(self.who, self.batches[0].parameters)
+            raise without_effect(self.caller, self.batches[0].parameters)
 
     def _add(self, batch: BatchLoss, handshake: Handshake, *, split: bool, gauss_newton: bool) -> float:
         """Add one batch and return its loss."""
-        value, before = 0.0, self.done
-        for part in parts(batch, self.batch_size, split=split, gauss_newton=gauss_newton, alone=True):
+        value, offset = 0.0, self.done
+        for part in parts(batch, self.batch_size, split=split, gauss_newton=gauss_newton, is_diagonal=True):
             value += part.loss
-            self.fallbacks += part.traced.trace.fallbacks
+            self.fallbacks += part.traced_loss.trace.fallbacks
             products = product_cost(part.paths.trace, batch.size, batch.dtype.itemsize)
             estimate = batch.size * part.cost.coupled / (FASTER * products.numbers)  # products that take as long
             if part.is_long or estimate > batch.size:
                 self._announce(batch.size)
-                linearised = Linearisation(part.batch, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
+                linearised = Linearisation(
+                    part.batch, gauss_newton=gauss_newton, handshake=handshake, traced_loss=part.traced_loss
+                )
                 self._products(linearised, batch)
             else:
                 self._announce(estimate)
                 handshake.add(part.paths.trace, part.paths.adjoints, batch.share)
                 read_diagonal(part.paths, part.sections, self._add_entries)
-            self.done = before + part.stop
+            self.done = offset + part.stop
             if self.progress is not None:
                 self.progress(self.done, self.samples)
         return value
@@ -108,7 +110,7 @@ class DiagonalSum:
 
     def _announce(self, products: float) -> None:
         self.cost = max(self.cost, products)
-        if self.cost > self.most:
+        if self.cost > self.max_products:
             raise TooCostly(self.cost)
 
     def _products(self, linearised: Linearisation, batch: BatchLoss) -> None:

@@ -24,7 +24,7 @@ class Step:
     """One application on the way to the loss.
 
     Attributes:
-        primitive: What it applies, linearised.
+        primitive: Primitive that it applies, linearised.
         inputs: Ids of the inputs that move; None for the others.
         output: Id of the output.
     """
@@ -40,12 +40,12 @@ class Step:
         return self.primitive.is_nonlinear and not is_constant_product
 
 
-def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[Step]:
+def fuse_entrywise(steps: Sequence[Step], live_values: Container[int | None]) -> list[Step]:
     """Return steps in which runs of entrywise steps from one value are fused: one step for each value that others read.
 
     Args:
         steps: Some that follow each other.
-        later: The values that steps after them read.
+        live_values: The values that steps after them read.
     """
     roots: dict[int, int] = {}  # what a value is an entrywise function of, made by such a step
     readers: dict[int, list[int]] = {}
@@ -59,13 +59,13 @@ def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[
     for step in steps:
         if step.output in roots:
             runs.setdefault(roots[step.output], []).append(step)
-    replaced: dict[int, Step | None] = {}
+    replacements: dict[int, Step | None] = {}
     for root, run in runs.items():
         outputs = [step.output for step in run]
-        leaving = [at for at in outputs if at in later or not set(outputs).issuperset(readers.get(at, (-1,)))]
-        if len(leaving) < len(run):
-            replaced |= dict.fromkeys(outputs) | {step.output: step for step in _in_place_of(root, run, leaving)}
-    return [new for step in steps if (new := replaced.get(step.output, step)) is not None]
+        exits = [at for at in outputs if at in live_values or not set(outputs).issuperset(readers.get(at, (-1,)))]
+        if len(exits) < len(run):
+            replacements |= dict.fromkeys(outputs) | {step.output: step for step in _in_place_of(root, run, exits)}
+    return [new for step in steps if (new := replacements.get(step.output, step)) is not None]
 
 
 def _moving(step: Step) -> set[int]:
@@ -76,11 +76,11 @@ def _is_entrywise(step: Step) -> bool:
     if not step.primitive.primitive.is_entrywise:
         return False
     shapes = [x.shape for x in step.primitive.inputs if x is not None]
-    whole = torch.broadcast_shapes(*shapes)
-    return all(shape == whole for shape, at in zip(shapes, step.inputs, strict=True) if at is not None)
+    common_shape = torch.broadcast_shapes(*shapes)
+    return all(shape == common_shape for shape, at in zip(shapes, step.inputs, strict=True) if at is not None)
 
 
-def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list[Step]:
+def _in_place_of(root: int, run: Sequence[Step], exits: Sequence[int]) -> list[Step]:
     """Return one step for each value of a run that is read outside; the last one carries the second derivative of all.
 
     Slopes are the run's tangents of ones.
@@ -92,16 +92,16 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
     bars: dict[int, Tensor] = {}
     for step in reversed(run):
         bar = bars.pop(step.output, None)
-        moved = [tangents.get(at) for at in step.inputs] if step.primitive.is_nonlinear else None
-        if bar is None and moved is None:
+        input_tangents = [tangents.get(at) for at in step.inputs] if step.primitive.is_nonlinear else None
+        if bar is None and input_tangents is None:
             continue
-        accumulate(bars, step.inputs, step.primitive.pull(bar, moved))
+        accumulate(bars, step.inputs, step.primitive.pull(bar, input_tangents))
     steps = []
     for step in run:
-        if step.output in leaving:
-            bent = bars.get(root) if step.output == leaving[-1] else None
+        if step.output in exits:
+            curvature = bars.get(root) if step.output == exits[-1] else None
             slope = tangents[step.output][0].contiguous()
-            one = LinearisedEntrywise(step.primitive.primitive, (first,), slope, None if bent is None else bent[0])
+            one = LinearisedEntrywise(step.primitive.primitive, (first,), slope, None if curvature is None else curvature[0])
             one.forget()
             steps.append(Step(one, (root,), step.output))
     return steps
@@ -116,9 +116,9 @@ def asymmetry(step: Step) -> Tensor:
         return [None if x is None else torch.randn(1, *x.shape, generator=rng, dtype=x.dtype, device=x.device) for x in shapes]
 
     t, s = draw(inputs), draw(inputs)
-    pushed = step.primitive.push(t)
-    u = draw([pushed[0]])
-    gaps = [_gap(u, [pushed], t, step.primitive.pull(u[0]))]
+    jvp = step.primitive.push(t)
+    u = draw([jvp[0]])
+    gaps = [_gap(u, [jvp], t, step.primitive.pull(u[0]))]
     if step.primitive.is_nonlinear:
         gaps.append(_gap(s, step.primitive.pull(None, t), t, step.primitive.pull(None, s)))
     return torch.stack(gaps).amax()  # NaN where there is one
@@ -127,8 +127,8 @@ def asymmetry(step: Step) -> Tensor:
 def _gap(s: Tensors, a: Tensors, t: Tensors, b: Tensors) -> Tensor:
     """Return |<s, a> - <t, b>|, relative to |s| |a|."""
     zero = next(x for x in (*s, *t) if x is not None).new_zeros(())
-    pairs = ([(x, y) for x, y in zip(*both, strict=True) if x is not None and y is not None] for both in ((s, a), (t, b)))
-    one, other = (torch.stack([zero, *((x * y).sum() for x, y in terms)]).sum() for terms in pairs)
-    left, right = (torch.stack([zero, *(x.norm() for x in xs if x is not None)]).norm() for xs in (s, a))
-    size, apart = left * right, (one - other).abs()
-    return torch.where(size == 0, apart, apart / size)
+    pairs = ([(x, y) for x, y in zip(*sides, strict=True) if x is not None and y is not None] for sides in ((s, a), (t, b)))
+    product_sa, product_tb = (torch.stack([zero, *((x * y).sum() for x, y in terms)]).sum() for terms in pairs)
+    norm_s, norm_a = (torch.stack([zero, *(x.norm() for x in xs if x is not None)]).norm() for xs in (s, a))
+    size, gap = norm_s * norm_a, (product_sa - product_tb).abs()
+    return torch.where(size == 0, gap, gap / size)

@@ -34,7 +34,7 @@ class ParameterJacobian(ABC):
     """The Jacobian of a value z (R, p) with respect to one parameter.
 
     Args:
-        parameter: Its name.
+        parameter: Name of the parameter.
         at: Positions in vec_r of the parameter's entries that enter, in order; None: all.
     """
 
@@ -80,7 +80,7 @@ class ParameterJacobian(ABC):
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is X (x) I."""
+        """Whether the Jacobian is X (x) I."""
         return False
 
     def unfold(self, x: Tensor, dim: int) -> Tensor:
@@ -123,14 +123,14 @@ class WeightJacobian(ParameterJacobian):
     def vjp_by_group(self, x: Tensor) -> Tensor:
         groups, m, p, c = x.shape
         w = self.X.reshape(-1, m, self.X.shape[1])  # (groups, m, i)
-        out = (w.mT @ x.reshape(groups, m, p * c)).reshape(groups, -1, p, c)
-        return (out.transpose(1, 2) if self.transposed else out).reshape(groups, -1, c)
+        result = (w.mT @ x.reshape(groups, m, p * c)).reshape(groups, -1, p, c)
+        return (result.transpose(1, 2) if self.transposed else result).reshape(groups, -1, c)
 
     def add_vjp(self, x: Tensor, into: Tensor) -> None:
         groups, m, p = x.shape[1:]
         X = self.X.reshape(groups, m, -1)
-        left, right, axes = (x.mT, X, (p, -1)) if self.transposed else (X.mT, x, (-1, p))
-        into.unflatten(2, axes).add_(torch.matmul(left, right) if m > 1 else left * right)
+        left_factor, right_factor, axes = (x.mT, X, (p, -1)) if self.transposed else (X.mT, x, (-1, p))
+        into.unflatten(2, axes).add_(torch.matmul(left_factor, right_factor) if m > 1 else left_factor * right_factor)
 
     def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
         k = torch.arange(start, stop, device=like.device)
@@ -227,9 +227,9 @@ class GainJacobian(ParameterJacobian):
 
 @dataclass(frozen=True, eq=False)
 class IndexJacobian(ParameterJacobian):
-    """A selection: z[n, o] is entry ``at[which[n, o]]`` of the parameter."""
+    """A selection: z[n, o] is entry ``at[index[n, o]]`` of the parameter."""
 
-    which: Tensor
+    index: Tensor
 
     @property
     def size(self) -> int:
@@ -240,11 +240,11 @@ class IndexJacobian(ParameterJacobian):
         groups, m, p, c = x.shape
         shift = torch.arange(groups, device=x.device).reshape(-1, 1) * self.size
         into = x.new_zeros(groups * self.size, c)
-        add_at(into, 0, (self.which.reshape(groups, m * p) + shift).reshape(-1), x.reshape(-1, c))
+        add_at(into, 0, (self.index.reshape(groups, m * p) + shift).reshape(-1), x.reshape(-1, c))
         return into.reshape(groups, self.size, c)
 
     def add_vjp(self, x: Tensor, into: Tensor) -> None:
-        index = self.which.reshape(1, x.shape[1], -1).expand(len(x), -1, -1)
+        index = self.index.reshape(1, x.shape[1], -1).expand(len(x), -1, -1)
         if x.device.type == "cpu":
             into.scatter_add_(2, index, x.flatten(2))
         else:  # in the same order always
@@ -253,26 +253,26 @@ class IndexJacobian(ParameterJacobian):
 
     def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
         entries = torch.arange(start, stop, device=like.device).reshape(-1, 1, 1)
-        return (self.which == entries).to(like).reshape(-1, *like.shape)
+        return (self.index == entries).to(like).reshape(-1, *like.shape)
 
     def part(self, start: int, stop: int) -> IndexJacobian:
-        return replace(self, which=self.which[:, start:stop])
+        return replace(self, index=self.index[:, start:stop])
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        index = self.which[:, start:stop].reshape(-1)
+        index = self.index[:, start:stop].reshape(-1)
         return add_at(x.new_zeros(self.size, x.shape[2]), 0, index, x.reshape(-1, x.shape[2]))
 
     def diagonal(self, D: Tensor) -> Tensor:
         groups, m, _, p = D.shape
-        which = self.which.reshape(groups, m, p)
-        rows = D.sum(2) if m == 1 else (D * (which.unsqueeze(2) == which.unsqueeze(1))).sum(2)
-        return add_at(D.new_zeros(self.size), 0, which.reshape(-1), rows.reshape(-1))
+        index = self.index.reshape(groups, m, p)
+        rows = D.sum(2) if m == 1 else (D * (index.unsqueeze(2) == index.unsqueeze(1))).sum(2)
+        return add_at(D.new_zeros(self.size), 0, index.reshape(-1), rows.reshape(-1))
 
     def reaches_one_column(self) -> bool:
-        column = torch.arange(self.which.shape[1], device=self.which.device).expand_as(self.which)
+        column = torch.arange(self.index.shape[1], device=self.index.device).expand_as(self.index)
         home = column.new_zeros(self.size)
-        home[self.which.reshape(-1)] = column.reshape(-1)
-        return bool((home[self.which] == column).all())
+        home[self.index.reshape(-1)] = column.reshape(-1)
+        return bool((home[self.index] == column).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,10 +339,10 @@ class Site:
     """A value (rows..., p) that is linear in some parameters, row by row.
 
     Attributes:
-        value: Its id.
-        jacobians: Its Jacobian in each parameter.
+        value: Id of the value.
+        jacobians: Jacobians with respect to the parameters.
         covered: Positions of the application's inputs that these parameters are.
-        weight_jacobian: That of the weight or gain that multiplies the application's first input, if there is one.
+        weight_jacobian: Jacobian of the weight or gain that multiplies the application's first input, if there is one.
     """
 
     value: int
@@ -361,53 +361,57 @@ class EntrySelection:
 
 def selections(trace: Trace) -> dict[int, EntrySelection]:
     """Return the values that are parameters, or entries of one parameter rearranged, by id."""
-    selected = {at: EntrySelection(name, None) for name, at in trace.parameters.items()}
+    result = {at: EntrySelection(name, None) for name, at in trace.parameters.items()}
     for a in trace.applications:
-        before = selected.get(a.inputs[0]) if len(a.inputs) == 1 and a.inputs[0] is not None else None
-        if before is None or not a.primitive.selects:
+        source = result.get(a.inputs[0]) if len(a.inputs) == 1 and a.inputs[0] is not None else None
+        if source is None or not a.primitive.selects:
             continue
         value = trace.values[a.inputs[0]]  # type: ignore[index]
-        positions = torch.arange(value.numel(), device=value.device).reshape(value.shape) if before.at is None else before.at
-        selected[a.output] = EntrySelection(before.parameter, a.primitive.value(positions))
-    return selected
+        positions = torch.arange(value.numel(), device=value.device).reshape(value.shape) if source.at is None else source.at
+        result[a.output] = EntrySelection(source.parameter, a.primitive.value(positions))
+    return result
 
 
 def find_sites(trace: Trace) -> dict[int, Site]:
     """Return every site of a trace, by the id of its value, in the order of the trace."""
-    chosen = selections(trace)
+    selection_by_value = selections(trace)
     uses = Counter(at for a in trace.applications for at in a.inputs if at is not None)
     sites: dict[int, Site] = {}
     for a in trace.applications:
-        site = _site(trace, a, chosen, sites, uses)
+        site = _site(trace, a, selection_by_value, sites, uses)
         if site is not None:
             sites[a.output] = site
     return sites
 
 
 def _site(
-    trace: Trace, a: Application, chosen: Mapping[int, EntrySelection], sites: dict[int, Site], uses: Mapping[int, int]
+    trace: Trace,
+    a: Application,
+    selection_by_value: Mapping[int, EntrySelection],
+    sites: dict[int, Site],
+    uses: Mapping[int, int],
 ) -> Site | None:
     roles = a.primitive.roles
     if not roles:
         return None
-    inputs, out = trace.gather(a), trace.values[a.output]
+    inputs, value = trace.gather(a), trace.values[a.output]
     x = inputs[0]
-    if out.ndim < 2 or x is None or not out.is_floating_point():
+    if value.ndim < 2 or x is None or not value.is_floating_point():
         return None
-    rows, width = out.shape[:-1].numel(), out.shape[-1]
+    rows, width = value.shape[:-1].numel(), value.shape[-1]
 
     def selected(position: int) -> EntrySelection | None:
         at = a.inputs[position] if position < len(a.inputs) else None
-        return None if at is None else chosen.get(at)
+        return None if at is None else selection_by_value.get(at)
 
     def vector(position: int) -> ParameterJacobian | None:
         """The jacobian of a gain or a bias, one entry for each column."""
         s = selected(position)
         if s is None or inputs[position].shape != (width,) or not _injective(s.at):  # type: ignore[union-attr]
             return None
-        return GainJacobian(s.parameter, s.at, torch.ones((), dtype=out.dtype, device=out.device).expand(rows, width))
+        return GainJacobian(s.parameter, s.at, torch.ones((), dtype=value.dtype, device=value.device).expand(rows, width))
 
-    def before(position: int) -> Site | None:
+    def product_site(position: int) -> Site | None:
         at = a.inputs[position]
         return sites.get(at) if at is not None and uses[at] == 1 else None
 
@@ -415,11 +419,11 @@ def _site(
     for position, role in roles.items():
         s = selected(position)
         if role == "table":
-            s = chosen.get(a.output)
-            return None if s is None or s.at is None else Site(a.output, [_index(s, out)], (position,))
+            s = selection_by_value.get(a.output)
+            return None if s is None or s.at is None else Site(a.output, [_index(s, value)], (position,))
         if role == "term":
             shapes = x.shape, inputs[1].shape  # type: ignore[union-attr]
-            return None if a.inputs[0] == a.inputs[1] else _of_a_sum(a, out, selected, vector, shapes, before)
+            return None if a.inputs[0] == a.inputs[1] else _of_a_sum(a, value, selected, vector, shapes, product_site)
         if role in ("weight", "transposed weight"):
             if a.inputs[0] == a.inputs[position]:
                 return None
@@ -437,33 +441,33 @@ def _site(
 
 def _of_a_sum(
     a: Application,
-    out: Tensor,
-    selected: Callable[[int], EntrySelection | None],
+    value: Tensor,
+    selection: Callable[[int], EntrySelection | None],
     vector: Callable[[int], ParameterJacobian | None],
     shapes: tuple[torch.Size, torch.Size],
-    before: Callable[[int], Site | None],
+    product_site: Callable[[int], Site | None],
 ) -> Site | None:
     """Return the site of a bias, or of a table of positions, that is added to another value."""
     tables: dict[int, ParameterJacobian] = {}
-    for mine, other in ((1, 0), (0, 1)):
-        s = selected(mine)
-        if s is None or (shapes[other] != out.shape and other not in tables):
+    for position, opposite in ((1, 0), (0, 1)):
+        s = selection(position)
+        if s is None or (shapes[opposite] != value.shape and opposite not in tables):
             continue
-        if shapes[other] == out.shape and (bias := vector(mine)) is not None:
-            product = before(other)
+        if shapes[opposite] == value.shape and (bias := vector(position)) is not None:
+            product = product_site(opposite)
             if product is not None and product.weight_jacobian is not None:
                 product.jacobians.append(bias)  # the bias of the product just made: one site for both
-                return Site(a.output, [], (mine,))
-            return Site(a.output, [bias], (mine,))
-        every = torch.arange(shapes[mine].numel(), device=out.device).reshape(shapes[mine])
-        tables[mine] = _index(EntrySelection(s.parameter, (every if s.at is None else s.at).expand(out.shape)), out)
+                return Site(a.output, [], (position,))
+            return Site(a.output, [bias], (position,))
+        positions = torch.arange(shapes[position].numel(), device=value.device).reshape(shapes[position])
+        tables[position] = _index(EntrySelection(s.parameter, (positions if s.at is None else s.at).expand(value.shape)), value)
     return Site(a.output, list(tables.values()), tuple(tables)) if tables else None
 
 
-def _index(s: EntrySelection, out: Tensor) -> IndexJacobian:
+def _index(s: EntrySelection, value: Tensor) -> IndexJacobian:
     assert s.at is not None
-    at, which = torch.unique(s.at, return_inverse=True)
-    return IndexJacobian(s.parameter, at, which.reshape(-1, out.shape[-1]))
+    at, index = torch.unique(s.at, return_inverse=True)
+    return IndexJacobian(s.parameter, at, index.reshape(-1, value.shape[-1]))
 
 
 def _injective(at: Tensor | None) -> bool:

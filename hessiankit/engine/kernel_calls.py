@@ -1,4 +1,4 @@
-"""What the compiled kernels compute: blocks of two weights as sums over rows.
+"""Sums that the compiled kernels compute: blocks of two weights, over rows.
 
 A block has four axes, inputs and outputs of both weights, and every sum one of the forms
 
@@ -38,12 +38,12 @@ class KernelSum:
     """``into[axes] += sum_n`` of the terms, each a product of factors.
 
     Attributes:
-        into: What is added to.
-        rows: How many n.
-        axes: Of each axis the size, and the stride in ``into``.
+        into: Tensor that is added to.
+        rows: Number of rows n.
+        axes: Size of each axis, and its stride in ``into``.
         terms: One or two, of three factors each; two have a factor of one axis in common.
         symmetric: Whether both weights are one, and the curvature is symmetric up to rounding.
-        over: Whether it is written over what lies in ``into``, all of which it has to cover, rather than added to it.
+        overwrites: Whether the sum is written over what lies in ``into``, all of which it has to cover, rather than added to it.
     """
 
     into: Tensor
@@ -51,15 +51,15 @@ class KernelSum:
     axes: tuple[tuple[int, int], ...]
     terms: tuple[tuple[KernelFactor, ...], ...]
     symmetric: bool = False
-    over: bool = False
+    overwrites: bool = False
 
     def add(self) -> float:
         """Add the sum; return the largest |K - K^T| where their mean was taken, relative to the largest diagonal entry."""
         library = kernels()
         assert library is not None
         factors = [factor for term in self.terms for factor in term]
-        past_caches = self.over and self.into.untyped_storage().nbytes() > CACHES
-        mode = int(self.over) + int(past_caches)
+        past_caches = self.overwrites and self.into.untyped_storage().nbytes() > CACHES
+        mode = int(self.overwrites) + int(past_caches)
         numbers = [self.rows, len(self.terms), int(self.symmetric), mode, *(n for axis in self.axes for n in axis)]
         numbers += [stride for factor in factors for stride in factor.strides]
         threads = torch.get_num_threads() if self.rows * math.prod(size for size, _ in self.axes) > SMALL else 1
@@ -82,21 +82,21 @@ def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
 
     So the curvature between a weight and the Jacobian of what it multiplies, a T d, and that of a later place, a b K.
     """
-    kept: list[KernelSum] = []
+    result: list[KernelSum] = []
     for one in sums:
-        k = next((k for k, other in enumerate(kept) if _can_be_joined(other, one)), None)
+        k = next((k for k, total in enumerate(result) if _can_be_joined(total, one)), None)
         if k is None:
-            kept.append(one)
+            result.append(one)
         else:
-            kept[k] = replace(kept[k], terms=kept[k].terms + one.terms)
-    return kept
+            result[k] = replace(result[k], terms=result[k].terms + one.terms)
+    return result
 
 
-def _can_be_joined(one: KernelSum, other: KernelSum) -> bool:
-    alike = one.into.data_ptr() == other.into.data_ptr() and one.axes == other.axes
-    if not alike or one.symmetric or other.symmetric or len(one.terms) + len(other.terms) > 2:
+def _can_be_joined(one: KernelSum, total: KernelSum) -> bool:
+    alike = one.into.data_ptr() == total.into.data_ptr() and one.axes == total.axes
+    if not alike or one.symmetric or total.symmetric or len(one.terms) + len(total.terms) > 2:
         return False
-    return not _of_one_axis(one).isdisjoint(_of_one_axis(other))
+    return not _of_one_axis(one).isdisjoint(_of_one_axis(total))
 
 
 def _of_one_axis(one: KernelSum) -> set[Any]:
@@ -131,7 +131,7 @@ def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple
 NARROW = 4  # entries of the longest axis below which a kernel's vectors are mostly empty
 
 
-def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, is_symmetric: bool) -> KernelSum | None:
     """Return sum_n x_n[i] K_n[p, q] y_n[j], to be added to ``into`` (i, p, j, q), as a sum for the compiled kernels.
 
     None if there are no kernels for this, or all axes are too short.
@@ -139,21 +139,24 @@ def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> 
     Args:
         X: (R, i); Y is (R, j), and the curvature K (R, p, q).
         into: The block, or a view of it.
-        same: Whether X and Y are one, and K is symmetric.
+        is_symmetric: Whether X and Y are one, and K is symmetric.
     """
     sizes = (X.shape[1], K.shape[1], Y.shape[1], K.shape[2])
     if kernels() is None or not _are_plain(into, X, Y, K) or max(sizes) < NARROW:
         return None
-    K = K.contiguous() if same and 0 in K.stride() else K  # the kernels tell the factors of a symmetric sum by their strides
+    K = (
+        K.contiguous() if is_symmetric and 0 in K.stride() else K
+    )  # the kernels tell the factors of a symmetric sum by their strides
     (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = X.stride(), Y.stride(), K.stride()
-    out = into.stride()
-    order = range(4) if same else sorted(range(4), key=lambda axis: -out[axis])  # that of other sums to the block
+    into_strides = into.stride()
+    # the order of other sums to the block
+    order = range(4) if is_symmetric else sorted(range(4), key=lambda axis: -into_strides[axis])
 
-    def factor(x: Tensor, row: int, *along: int) -> KernelFactor:
-        return KernelFactor(x, (row, *(along[axis] * (sizes[axis] > 1) for axis in order)))
+    def factor(x: Tensor, row: int, *strides: int) -> KernelFactor:
+        return KernelFactor(x, (row, *(strides[axis] * (sizes[axis] > 1) for axis in order)))
 
     term = (factor(X, a_n, a_i, 0, 0, 0), factor(Y, b_n, 0, 0, b_j, 0), factor(K, k_n, 0, k_p, 0, k_q))
-    return KernelSum(into, len(K), tuple((sizes[axis], out[axis]) for axis in order), (term,), symmetric=same)
+    return KernelSum(into, len(K), tuple((sizes[axis], into_strides[axis]) for axis in order), (term,), symmetric=is_symmetric)
 
 
 def _are_plain(*tensors: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hessiankit.engine.checkpoints import gather, size, split_at_checkpoints
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
-from hessiankit.engine.sweep import Along, pull, push, reads, sums_of
+from hessiankit.engine.sweep import Tangents, pull, push, reads, sums_of
 from hessiankit.primitives.primitive import CovectorSum, Linearised, Nowhere, hollow
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
@@ -39,7 +39,7 @@ Recompute: TypeAlias = Literal["layers", "all"] | None
 CACHED = 10 * 2**20
 """Bytes of the tangents of vectors that a CPU multiplies together: more than that leaves its caches."""
 
-NOWHERE = Nowhere()
+DISCARD = Nowhere()
 
 LinearisedBatch: TypeAlias = "Linearisation | MicroBatched | Constant"
 
@@ -50,9 +50,8 @@ class Linearisation:
     Args:
         batch: The batch.
         gauss_newton: Whether second derivatives count in the loss only.
-        recompute: What is computed again in every product: nothing (None), the values between checkpoints, where a single value
-            passes ("layers"), or everything ("all").
-        count: What a named loss divides its sum by; None: its value for this batch.
+        recompute: Values computed again in every product: none (None), those between checkpoints, where a single value passes
+            ("layers"), or all ("all").
         handshake: Loss and gradient to compare with, for a part of a batch; it is left open.
         traced: The trace of the batch, if there is one; its values are released.
 
@@ -70,30 +69,30 @@ class Linearisation:
         gauss_newton: bool,
         recompute: Recompute = None,
         handshake: Handshake | None = None,
-        traced: LossTrace | None = None,
+        traced_loss: LossTrace | None = None,
     ) -> None:
-        traced = traced or loss_trace(batch, later=True)
-        trace = traced.trace
+        traced_loss = traced_loss or loss_trace(batch, is_deferred=True)
+        trace = traced_loss.trace
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in batch.parameters}
-        own = set(self._ids.values())
+        parameter_ids = set(self._ids.values())
         self._narrow, self._is_large = trace.narrow, batch.size > LARGE
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
-        output = traced.output if gauss_newton else None
-        self._nonlinear = traced.loss_side() if gauss_newton else None
+        output = traced_loss.output if gauss_newton else None
+        self._nonlinear = traced_loss.loss_side() if gauss_newton else None
         fuse_attention(trace, self._nonlinear)
         fuse_head(trace, self._nonlinear)
         fuse_steps(trace, () if output is None else (output,))
         self._segments = split_at_checkpoints(trace, layers=recompute == "layers")
         path = ancestors_of_output(trace)
-        self._first = {at: reader for at, reader in last_readers(path[::-1]).items() if at in own}
+        self._first = {at: reader for at, reader in last_readers(path[::-1]).items() if at in parameter_ids}
         self._needed: set[int] = set()  # values whose tangents reach a nonzero second derivative
         self._steps_of: list[list[Step] | None] = []
         self._checkpoints: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter a segment, adjoints of what leaves it
-        self._constants = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
+        self._constants = {at: x for at, x in enumerate(trace.values) if at in parameter_ids or at not in trace.moving}
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
-        passing = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
-        self.bytes_per_vector = 3 * max(passing) + 2 * batch.size * batch.dtype.itemsize
+        sizes = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
+        self.bytes_per_vector = 3 * max(sizes) + 2 * batch.size * batch.dtype.itemsize
         self._asymmetries: list[tuple[Application, Tensor]] = []
         compare = handshake or Handshake(batch)
         compare.add(trace, {})
@@ -102,7 +101,7 @@ class Linearisation:
             self._read_tests()
         if handshake is None:
             compare.close()
-        _, self._last_reads = reads(path if recompute else self._steps(0), own)
+        _, self._last_reads = reads(path if recompute else self._steps(0), parameter_ids)
         self._batch = batch.unchecked()
 
     def product(self, rows: Tensor) -> Tensor:
@@ -110,23 +109,23 @@ class Linearisation:
         self._batch.state.check_shared("HessianOperator")
         with torch.inference_mode(False):  # tensors that autograd takes, wherever the product is asked for
             rows = rows.clone() if rows.is_inference() else rows
-            out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+            result = torch.empty_like(rows, memory_format=torch.contiguous_format)
         step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
         with self._at_the_point():
-            for part, into in zip(rows.split(step), out.split(step), strict=True):
+            for part, into in zip(rows.split(step), result.split(step), strict=True):
                 self._multiply(part.contiguous(), into)
-        return out
+        return result
 
     def gradient(self) -> Tensor:
         """Return the gradient of the loss, (P,)."""
         self._batch.state.check_shared("HessianOperator")
         with torch.inference_mode(False):
-            out = torch.empty(1, self._batch.size, dtype=self._batch.dtype, device=self._batch.device)
-        with self._at_the_point(), self._sums(out) as sums:
+            result = torch.empty(1, self._batch.size, dtype=self._batch.dtype, device=self._batch.device)
+        with self._at_the_point(), self._sums(result) as sums:
             bars: Bars = {self._output: self._seed}
             for k in reversed(range(len(self._segments))):
                 pull(self._steps(k), bars, {}, sums)
-        return out[0]
+        return result[0]
 
     def origin(self) -> str | None:
         """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
@@ -144,9 +143,9 @@ class Linearisation:
                 yield
 
     @contextmanager
-    def _sums(self, out: Tensor) -> Iterator[dict[int, CovectorSum]]:
+    def _sums(self, rows: Tensor) -> Iterator[dict[int, CovectorSum]]:
         """Yield the sums of the parameters' covectors: views of the rows (S, P), or copies where the type differs."""
-        pieces = out.split([self._constants[at].numel() for at in self._ids.values()], 1)
+        pieces = rows.split([self._constants[at].numel() for at in self._ids.values()], 1)
         places = {at: piece.view(-1, *self._constants[at].shape) for at, piece in zip(self._ids.values(), pieces, strict=True)}
         sums = {at: CovectorSum(x.to(self._constants[at].dtype)) for at, x in places.items()}  # a view where types agree
         yield sums
@@ -168,11 +167,11 @@ class Linearisation:
         tested: set[type] = set()
         spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of gradients that have been compared
         for segment in reversed(self._segments):
-            kept = () if segment is self._segments[-1] else segment.products(names)
-            entering, after = {at: values[at] for at in (*segment.entries, *kept)}, dict(adjoints)
+            products = () if segment is self._segments[-1] else segment.products(names)
+            entry_values, exit_adjoints = {at: values[at] for at in (*segment.entries, *products)}, dict(adjoints)
             steps: list[Step] = []  # the last one first, as the sweep goes back
             run: list[Step] = []
-            later: set[int | None] = set()  # values that a step reads
+            live_values: set[int | None] = set()  # values that a step reads
             for a in reversed(segment.applications):
                 for at in a.inputs:
                     if at in names and at not in sums:
@@ -184,7 +183,7 @@ class Linearisation:
                     if not self._recompute:
                         run.append(step)
                         if not step.primitive.primitive.is_entrywise:  # here a run of entrywise ones begins
-                            _fuse(run, steps, later)
+                            _fuse(run, steps, live_values)
                     if self._is_large and type(step.primitive) not in tested and self._test(step, a):
                         tested.add(type(step.primitive))
                 values.pop(a.output, None)
@@ -192,9 +191,9 @@ class Linearisation:
                     gradient = sums.pop(at).close()
                     if not handshake.complete(names[at], gradient[0]):
                         spare[gradient.shape[1:], gradient.dtype] = gradient
-            _fuse(run, steps, later)
+            _fuse(run, steps, live_values)
             self._steps_of.insert(0, None if self._recompute else steps[::-1])
-            self._checkpoints.insert(0, (entering, after))
+            self._checkpoints.insert(0, (entry_values, exit_adjoints))
 
     def _test(self, step: Step, a: Application) -> bool:
         """Test the derivatives of one operation, unless it is large itself; return whether they are tested."""
@@ -238,18 +237,18 @@ class Linearisation:
 
     def _steps(self, k: int) -> list[Step]:
         """Return the steps of a segment, kept or recomputed."""
-        kept = self._steps_of[k]
-        if kept is not None:
-            return kept
-        segment, (entering, after) = self._segments[k], self._checkpoints[k]
-        values, adjoints = dict(entering), dict(after)
+        stored_steps = self._steps_of[k]
+        if stored_steps is not None:
+            return stored_steps
+        segment, (entry_values, exit_adjoints) = self._segments[k], self._checkpoints[k]
+        values, adjoints = dict(entry_values), dict(exit_adjoints)
         for a in segment.applications:
             if a.output not in values:
                 values[a.output] = self._value(a, gather(a, values, self._constants))
-        nowhere = dict.fromkeys(self._ids.values(), NOWHERE)
+        discard = dict.fromkeys(self._ids.values(), DISCARD)
         steps = []
         for a in reversed(segment.applications):
-            steps.append(self._step(a, values, adjoints, nowhere))
+            steps.append(self._step(a, values, adjoints, discard))
             values.pop(a.output)
         return [step for step in reversed(steps) if step is not None]
 
@@ -259,24 +258,24 @@ class Linearisation:
         narrow = self._narrow.get(a.output)
         return value if narrow is None else value.to(narrow).to(value.dtype)
 
-    def _multiply(self, rows: Tensor, out: Tensor) -> None:
-        """Write H rows^T as rows (S, P) to ``out``."""
+    def _multiply(self, rows: Tensor, result: Tensor) -> None:
+        """Write H rows^T as rows (S, P) to ``result``."""
         sizes = [self._constants[at].numel() for at in self._ids.values()]
-        tangents: dict[int, Along] = {}
+        tangents: dict[int, Tangents] = {}
         for at, piece in zip(self._ids.values(), rows.split(sizes, 1), strict=True):
             tangents[at] = piece.reshape(-1, *self._constants[at].shape).to(self._constants[at].dtype)
-        entering: list[dict[int, Along]] = []  # the tangents that enter each segment
+        segment_tangents: list[dict[int, Tangents]] = []  # the tangents that enter each segment
         for k, segment in enumerate(self._segments):
-            entering.append({at: tangents[at] for at in segment.entries if at in tangents})
+            segment_tangents.append({at: tangents[at] for at in segment.entries if at in tangents})
             if k < len(self._segments) - 1:
                 push(self._forward_steps(k), tangents, self._needed, self._last_reads)
         bars: Bars = {}
-        with self._sums(out) as sums:
+        with self._sums(result) as sums:
             for k in reversed(range(len(self._segments))):
-                tangents.update(entering.pop())
+                tangents.update(segment_tangents.pop())
                 steps = self._steps(k)
-                bent = push(steps, tangents, self._needed, self._last_reads, again=self._is_large)
-                pull(steps, bars, bent, sums)
+                input_tangents = push(steps, tangents, self._needed, self._last_reads, recomputes=self._is_large)
+                pull(steps, bars, input_tangents, sums)
 
     def _forward_steps(self, k: int) -> Iterator[Step]:
         """Yield the steps of a segment, computed again, with first derivatives alone; values are released once they are read."""
@@ -286,20 +285,20 @@ class Linearisation:
             if a.output not in values:
                 values[a.output] = self._value(a, inputs)
             if a.output in self._needed:
-                moving = tuple(at if at in self._moving else None for at in a.inputs)
-                at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving])  # type: ignore[arg-type]
-                yield Step(at_point, moving, a.output)
+                moving_inputs = tuple(at if at in self._moving else None for at in a.inputs)
+                at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving_inputs])  # type: ignore[arg-type]
+                yield Step(at_point, moving_inputs, a.output)
             else:
                 yield Step(Linearised(a.primitive, inputs), (), a.output)  # type: ignore[arg-type]
             for at in self._last_reads.get(a.output, ()):
                 values.pop(at, None)
 
 
-def _fuse(run: list[Step], steps: list[Step], later: set[int | None]) -> None:
+def _fuse(run: list[Step], steps: list[Step], live_values: set[int | None]) -> None:
     """Move a run to the steps, all of them last first, fused, so that single operations keep no memory of their own."""
-    fused = fuse_entrywise(run[::-1], later)
-    later.update(at for step in fused for at in step.inputs)
-    steps += fused[::-1]
+    result = fuse_entrywise(run[::-1], live_values)
+    live_values.update(at for step in result for at in step.inputs)
+    steps += result[::-1]
     run.clear()
 
 

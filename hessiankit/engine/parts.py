@@ -29,7 +29,7 @@ class BatchPart:
 
     Attributes:
         batch: Loss of these samples.
-        traced: Trace of its loss.
+        traced_loss: Trace of its loss.
         paths: Paths of the trace.
         sections: Sections of the paths, those that take least.
         cost: Cost of their sweeps.
@@ -38,7 +38,7 @@ class BatchPart:
     """
 
     batch: BatchLoss
-    traced: LossTrace
+    traced_loss: LossTrace
     paths: Paths
     sections: list[Section]
     cost: SweepCost
@@ -62,7 +62,7 @@ def parts(
     *,
     split: bool,
     gauss_newton: bool = False,
-    alone: bool = False,
+    is_diagonal: bool = False,
 ) -> Iterator[BatchPart]:
     """Yield a batch in parts of ``batch_size`` samples; with None, whole, or in parts if its derivatives take too much.
 
@@ -71,18 +71,18 @@ def parts(
         batch_size: Samples of a part.
         split: Whether to split it there; see :func:`is_split`, which calls the module and has to be outside :meth:`BatchLoss.at`.
         gauss_newton: Whether second derivatives count in the loss only.
-        alone: Whether only curvature of places with themselves is asked for.
+        is_diagonal: Whether only curvature of places with themselves is asked for.
     """
     step, start = batch_size if split and batch_size else batch.n_samples, 0
     while start < batch.n_samples:
         stop = min(start + step, batch.n_samples)
         samples = batch.part(slice(start, stop)) if split else batch
-        traced = loss_trace(samples)
-        paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, batch.share, by_column=alone)
-        loss = float(traced.trace.values[traced.trace.output])
-        chosen = sections(paths, alone=alone)
-        cost = sweep_cost(paths, chosen, alone=alone)
-        part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)
+        traced_loss = loss_trace(samples)
+        paths = Paths(traced_loss.trace, traced_loss.loss_side() if gauss_newton else None, batch.share, by_column=is_diagonal)
+        loss = float(traced_loss.trace.values[traced_loss.trace.output])
+        plan = sections(paths, is_diagonal=is_diagonal)
+        cost = sweep_cost(paths, plan, is_diagonal=is_diagonal)
+        part = BatchPart(samples, traced_loss, paths, plan, cost, stop, loss)
         if batch_size is None and not split and part.bytes > EXCESS * _limit(batch) and _can_be_split(batch):
             split, step = True, max(1, _limit(batch) * batch.n_samples // part.bytes)
             continue

@@ -39,8 +39,8 @@ class Place:
         at: Id of the value.
         shape: Shape of the value.
         jacobians: Jacobians with respect to the parameters, by rows (R, w).
-        mixed: For a product x W, the Jacobian with respect to W of <adjoint, x W> as a function of x: curvature between W and x.
-        plain: For a gain, the norm without it, linearised: what the gain multiplies moves by it.
+        mixed: Jacobian with respect to W of <adjoint, x W> as a function of x, for a product x W: curvature between W and x.
+        plain: Norm without its gain, linearised, for a gain: what the gain multiplies moves by it.
     """
 
     order: int
@@ -52,12 +52,12 @@ class Place:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether it is a parameter, or a value without rows."""
+        """Whether the value is a parameter, or has no rows."""
         return len(self.shape) < 2 or any(isinstance(u, IdentityJacobian) for u in self.jacobians)
 
     @cached_property
     def axes(self) -> int:
-        """How many axes index rows."""
+        """Number of axes that index rows."""
         return 0 if self.is_whole else len(self.shape) - 1
 
     @cached_property
@@ -72,7 +72,7 @@ class Place:
 
     @cached_property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.shape[: self.axes].numel()
 
     def arriving(self, bar: Tensor, groups: int, *, mixed: bool) -> list[tuple[ParameterJacobian, Tensor]]:
@@ -90,29 +90,29 @@ class StepWork(NamedTuple):
     """The cost of one direction at a step.
 
     Attributes:
-        pushed: Numbers of its tangents.
-        numbers: Of these, or of the covectors pulled where they are more.
-        inputs: How many of the inputs move.
+        tangent_numbers: Numbers of its tangents.
+        numbers: Numbers of its tangents, or of the covectors pulled where they are more.
+        inputs: Number of the inputs that move.
         product: Multiply-adds of one product.
     """
 
-    pushed: int
+    tangent_numbers: int
     numbers: int
     inputs: int
     product: float
 
-    def multiplications(self, *, alone: bool) -> float:
-        """Return the multiply-adds of pushing a direction, of its curvature and, unless ``alone``, of pulling it."""
-        return (self.inputs + 2 * (self.inputs - 1) + (0 if alone else self.inputs)) * self.product
+    def multiplications(self, *, is_diagonal: bool) -> float:
+        """Return the multiply-adds of pushing a direction, of its curvature and, unless ``is_diagonal``, of pulling it."""
+        return (self.inputs + 2 * (self.inputs - 1) + (0 if is_diagonal else self.inputs)) * self.product
 
 
 class Paths:
     """The steps of a trace whose output is a scalar, and its places.
 
     Args:
-        trace: It is rewritten so that rows stay apart.
+        trace: Trace, which is rewritten so that rows stay apart.
         loss_side: Values whose primitives bend, for the Gauss-Newton part; None: all.
-        scale: What the loss is multiplied by.
+        scale: Factor of the loss.
         by_column: Whether parameters that enter several places, or an entry of which reaches several columns, are places of their
             own: so that each entry reaches one column.
 
@@ -130,9 +130,9 @@ class Paths:
         self._sites = find_sites(trace)
         self._applications = {a.output: a for a in trace.applications if a.output in self.adjoints}
         self._needed = self._values_that_are_read()
-        if by_column and (whole := self._not_by_column()):
-            others = {name: at for name, at in trace.parameters.items() if name not in whole}
-            self._sites = find_sites(replace(trace, parameters=others))
+        if by_column and (names := self._not_by_column()):
+            parameters = {name: at for name, at in trace.parameters.items() if name not in names}
+            self._sites = find_sites(replace(trace, parameters=parameters))
             self._needed = self._values_that_are_read()
         self.steps = [step for a in self._applications.values() if (step := self._step(a)) is not None]
         self.places = self._places()
@@ -151,10 +151,10 @@ class Paths:
 
     def reach(self, values: Iterable[int], steps: Sequence[Step] | None = None) -> list[Step]:
         """Return the steps that some values move, with the inputs that these move."""
-        reached = Reach(self, self.steps if steps is None else steps)
+        reach = Reach(self, self.steps if steps is None else steps)
         for at in values:
-            reached.add(at)
-        return reached.path
+            reach.add(at)
+        return reach.path
 
     def level(self, at: int, path: Sequence[Step]) -> int:
         """Return the finest level at which a path from a value keeps rows apart."""
@@ -164,39 +164,39 @@ class Paths:
         """Return the finest level, at most ``level``, at which some steps keep rows apart."""
         return next((k for k in range(level, 0, -1) if all(self.keeps_apart(step, k) for step in path)), 0)
 
-    def numbers(self, path: Iterable[Step], *, alone: bool = False) -> int:
-        """Return the numbers that one direction takes on a path, pushed and pulled; ``alone``: pushed."""
+    def numbers(self, path: Iterable[Step], *, is_diagonal: bool = False) -> int:
+        """Return the numbers that one direction takes on a path, pushed and pulled; ``is_diagonal``: pushed."""
         works = map(self.step_work, path)
-        return sum(work.pushed if alone else work.numbers for work in works)
+        return sum(work.tangent_numbers if is_diagonal else work.numbers for work in works)
 
-    def multiplications(self, path: Sequence[Step], *, alone: bool = False, columns_of: int | None = None) -> float:
+    def multiplications(self, path: Sequence[Step], *, is_diagonal: bool = False, columns_of: int | None = None) -> float:
         """Return the multiply-adds of the products on a path, for one direction.
 
         Args:
             path: Steps.
-            alone: Whether directions are not pulled.
+            is_diagonal: Whether directions are not pulled.
             columns_of: A value at which each direction moves one column: the first product of it only reads rows of a matrix.
         """
         total, columns = 0.0, {columns_of}
         for step in path:
-            taken = self.step_work(step)
-            is_by_column = columns_of is not None and taken.inputs == 1 and not columns.isdisjoint(step.inputs)
+            work = self.step_work(step)
+            is_by_column = columns_of is not None and work.inputs == 1 and not columns.isdisjoint(step.inputs)
             if is_by_column and step.primitive.factor is not None:
                 columns.add(step.output)
-            total += taken.multiplications(alone=alone) - is_by_column * taken.product
+            total += work.multiplications(is_diagonal=is_diagonal) - is_by_column * work.product
         return total
 
     def step_work(self, step: Step) -> StepWork:
         """Return the cost of one direction at a step."""
         key = (step.output, step.inputs)
         if key not in self._work:
-            a, moving = self._applications[step.output], [at for at in step.inputs if at is not None]
+            a, moving_inputs = self._applications[step.output], [at for at in step.inputs if at is not None]
             value = self.value(step.output)
-            pushed, pulled = value.numel(), sum(self.value(at).numel() for at in moving)
-            if a.primitive.selects and pushed == pulled:  # the same numbers, read in another shape or order
-                pushed = pulled = 0
+            tangent_numbers, covector_numbers = value.numel(), sum(self.value(at).numel() for at in moving_inputs)
+            if a.primitive.selects and tangent_numbers == covector_numbers:  # the same numbers, read in another shape or order
+                tangent_numbers = covector_numbers = 0
             product = a.primitive.multiplications(self.trace.gather(a), value)  # type: ignore[arg-type]
-            self._work[key] = StepWork(pushed, max(pushed, pulled), len(moving), product)
+            self._work[key] = StepWork(tangent_numbers, max(tangent_numbers, covector_numbers), len(moving_inputs), product)
         return self._work[key]
 
     def calls(self, path: Sequence[Step]) -> int:
@@ -211,12 +211,12 @@ class Paths:
 
     def keeps_apart(self, step: Step, level: int) -> bool:
         """Tell whether a step keeps rows apart that some leading axes of its values index."""
-        moving = [at is not None for at in step.inputs]
-        key = (step.output, level, *moving)
+        moves = [at is not None for at in step.inputs]
+        key = (step.output, level, *moves)
         if key not in self._apart:
             a = self._applications[step.output]
             test = a.primitive.separable if a.output == self.output else a.primitive.rowwise
-            self._apart[key] = test(self.trace.gather(a), level, moving)  # type: ignore[arg-type]
+            self._apart[key] = test(self.trace.gather(a), level, moves)  # type: ignore[arg-type]
         return self._apart[key]
 
     def _covered(self, a: Application) -> tuple[int, ...]:
@@ -236,18 +236,18 @@ class Paths:
 
     def _not_by_column(self) -> set[str]:
         """Return the parameters that enter in several ways, or an entry of which reaches several columns."""
-        whole = {name for name, at in self.trace.parameters.items() if at in self._needed}
-        entering = [u for at, site in self._sites.items() if at in self.adjoints for u in site.jacobians]
-        return whole | {u.parameter for n, u in enumerate(entering) if not u.reaches_one_column() or _meet(u, entering[:n])}
+        names = {name for name, at in self.trace.parameters.items() if at in self._needed}
+        jacobians = [u for at, site in self._sites.items() if at in self.adjoints for u in site.jacobians]
+        return names | {u.parameter for n, u in enumerate(jacobians) if not u.reaches_one_column() or _meet(u, jacobians[:n])}
 
     def _step(self, a: Application) -> Step | None:
         covered = self._covered(a)
         inputs = tuple(at if at in self.trace.moving and k not in covered else None for k, at in enumerate(a.inputs))
-        moving = [at is not None for at in inputs]
-        if not any(moving) or not (a.output in self._needed or a.output == self.output):
+        moves = [at is not None for at in inputs]
+        if not any(moves) or not (a.output in self._needed or a.output == self.output):
             return None
         adjoint = self.adjoints[a.output] if self._bends(a) else None
-        return Step(a.primitive.linearise(self.trace.gather(a), adjoint, moving), inputs, a.output)  # type: ignore[arg-type]
+        return Step(a.primitive.linearise(self.trace.gather(a), adjoint, moves), inputs, a.output)  # type: ignore[arg-type]
 
     def _places(self) -> list[Place]:
         trace, places = self.trace, list[Place]()
@@ -270,10 +270,10 @@ class Paths:
             return None, None
         x, adjoint = self.value(a.inputs[0]), self.adjoints[a.output].reshape(-1, self.value(a.output).shape[-1])
         if isinstance(weight, WeightJacobian):
-            turned = WeightJacobian(weight.parameter, weight.at, adjoint, x.shape[-1], not weight.transposed)
-            return self._as_weight(turned, a.output), None
-        others = [None] * (len(a.inputs) - 1)
-        plain = a.primitive.linearise((x, *others), None, [True, *[False] * len(others)])  # type: ignore[arg-type]
+            transpose = WeightJacobian(weight.parameter, weight.at, adjoint, x.shape[-1], not weight.transposed)
+            return self._as_weight(transpose, a.output), None
+        constants = [None] * (len(a.inputs) - 1)
+        plain = a.primitive.linearise((x, *constants), None, [True, *[False] * len(constants)])  # type: ignore[arg-type]
         return GainJacobian(weight.parameter, weight.at, adjoint), plain
 
     def _as_weight(self, u: ParameterJacobian, at: int) -> ParameterJacobian:
@@ -281,25 +281,25 @@ class Paths:
         like, size = self.value(at), self.value(self.trace.parameters[u.parameter]).numel()
         if isinstance(u, WeightJacobian) and u.at is not None and u.size == size:
             shape = (u.X.shape[1], u.width) if u.transposed else (u.width, u.X.shape[1])
-            every = torch.arange(size, device=u.at.device)
-            if torch.equal(u.at.reshape(-1), every.reshape(shape).T.reshape(-1)):  # the whole weight, transposed
+            positions = torch.arange(size, device=u.at.device)
+            if torch.equal(u.at.reshape(-1), positions.reshape(shape).T.reshape(-1)):  # the whole weight, transposed
                 return replace(u, at=None, transposed=not u.transposed)
         if not isinstance(u, IndexJacobian):
             return u
         assert u.at is not None
-        entries, width = u.at.reshape(-1)[u.which], u.which.shape[1]
-        across = torch.arange(width, device=entries.device)
+        entries, width = u.at.reshape(-1)[u.index], u.index.shape[1]
+        columns = torch.arange(width, device=entries.device)
         for transposed, token in ((False, entries[:, :1] // width), (True, entries[:, :1])):
-            row = across * (size // width) + token if transposed else token * width + across
+            row = columns * (size // width) + token if transposed else token * width + columns
             if size % width or not torch.equal(entries, row):
                 continue
-            used, which = torch.unique(token.reshape(-1), return_inverse=True)
-            if size // width <= 4 * len(used):  # most of the table
+            tokens, index = torch.unique(token.reshape(-1), return_inverse=True)
+            if size // width <= 4 * len(tokens):  # most of the table
                 X = torch.nn.functional.one_hot(token.reshape(-1), size // width).to(like)
                 return WeightJacobian(u.parameter, None, X, width, transposed)
-            if len(used) <= 512:
+            if len(tokens) <= 512:
                 return WeightJacobian(
-                    u.parameter, u.at, torch.nn.functional.one_hot(which, len(used)).to(like), width, transposed
+                    u.parameter, u.at, torch.nn.functional.one_hot(index, len(tokens)).to(like), width, transposed
                 )
         return u
 
@@ -311,12 +311,12 @@ class Reach:
 
     Args:
         paths: All ways through the trace.
-        steps: Those that count, in order.
-        alone: As in :meth:`Paths.numbers`.
+        steps: Steps that count, in order.
+        is_diagonal: Argument of :meth:`Paths.numbers`.
     """
 
-    def __init__(self, paths: Paths, steps: Sequence[Step], *, alone: bool = False) -> None:
-        self._paths, self._steps, self._alone = paths, steps, alone
+    def __init__(self, paths: Paths, steps: Sequence[Step], *, is_diagonal: bool = False) -> None:
+        self._paths, self._steps, self._is_diagonal = paths, steps, is_diagonal
         self._readers: dict[int, list[int]] = {}
         for n, step in enumerate(steps):
             for at in step.inputs:
@@ -333,9 +333,9 @@ class Reach:
 
     def add(self, value: int) -> None:
         """Let a value move too, and what it reaches."""
-        waiting = [value]
-        while waiting:
-            at = waiting.pop()
+        queue = [value]
+        while queue:
+            at = queue.pop()
             readers = () if at in self._moving else self._readers.get(at, ())
             self._moving.add(at)
             for n in readers:
@@ -345,7 +345,7 @@ class Reach:
                     self._count(self._reached[n], -1)
                 self._reached[n] = step if inputs == step.inputs else replace(step, inputs=inputs)
                 self._count(self._reached[n], 1)
-                waiting.append(step.output)
+                queue.append(step.output)
 
     @property
     def path(self) -> list[Step]:
@@ -358,12 +358,12 @@ class Reach:
 
     def _count(self, step: Step, times: int) -> None:
         work = self._paths.step_work(step)
-        self.numbers += times * (work.pushed if self._alone else work.numbers)
-        self.multiplications += times * work.multiplications(alone=self._alone)
+        self.numbers += times * (work.tangent_numbers if self._is_diagonal else work.numbers)
+        self.multiplications += times * work.multiplications(is_diagonal=self._is_diagonal)
         self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
 
 
-def _meet(u: ParameterJacobian, others: Sequence[ParameterJacobian]) -> bool:
+def _meet(u: ParameterJacobian, jacobians: Sequence[ParameterJacobian]) -> bool:
     """Tell whether an entry of a parameter enters another place too."""
-    same = [v for v in others if v.parameter == u.parameter]
-    return any(u.at is None or v.at is None or bool(torch.isin(u.at, v.at).any()) for v in same)
+    candidates = [v for v in jacobians if v.parameter == u.parameter]
+    return any(u.at is None or v.at is None or bool(torch.isin(u.at, v.at).any()) for v in candidates)

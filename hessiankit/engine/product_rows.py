@@ -38,7 +38,7 @@ class ProductCost:
         operations: Calls of torch.
         multiplications: Multiply-adds of products of matrices.
         passes: Passes over a number, by all operations.
-        bytes: Of the tangents and covectors of the vectors that are multiplied together.
+        bytes: Bytes of the tangents and covectors of the vectors that are multiplied together.
     """
 
     operations: int
@@ -59,15 +59,15 @@ class ProductCost:
 
 def product_cost(trace: Trace, size: int, itemsize: int) -> ProductCost:
     """Return the cost of ``size`` products with the Hessian of a trace."""
-    each = itemsize * (3 * sum(trace.values[a.output].numel() for a in trace.applications) + 2 * size)
-    together = max(1, min(size, CACHED // each))
-    calls = len(trace.applications) * (SETUP + 3 * math.ceil(size / together))  # tangents, curvature, covectors
+    bytes_per_vector = itemsize * (3 * sum(trace.values[a.output].numel() for a in trace.applications) + 2 * size)
+    count = max(1, min(size, CACHED // bytes_per_vector))
+    calls = len(trace.applications) * (SETUP + 3 * math.ceil(size / count))  # tangents, curvature, covectors
     calls += 2 * size * sum(a.primitive.calls - 1 for a in trace.applications)
     multiplications = passes = 0.0  # of one product: six times those of a call
     for a in trace.applications:
         passes += 6.0 * trace.values[a.output].numel()
         multiplications += 6.0 * a.primitive.multiplications(trace.gather(a), trace.values[a.output])  # type: ignore[arg-type]
-    return ProductCost(calls, size * multiplications, size * (passes + COPIES * size), each * together)
+    return ProductCost(calls, size * multiplications, size * (passes + COPIES * size), bytes_per_vector * count)
 
 
 def products_are_cheaper(cost: SweepCost, trace: Trace, size: int, itemsize: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which places are swept together, over which part of the path, in which directions: decided from shapes.
+"""Choice of the places that are swept together, of the part of the path and of the directions: decided from shapes.
 
 Where every path to the loss passes through one value x (the residual stream), the curvature of the loss with respect to x,
 and the mixed derivatives with respect to x and the parameters behind it, can be kept: places before x are then swept only to
@@ -16,24 +16,24 @@ from hessiankit.engine.cost import CALL, MATMUL, STEP, plan_cost, section_cost
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import IdentityJacobian, WeightJacobian, key
 from hessiankit.engine.paths import Paths, Place, Reach
-from hessiankit.engine.sweep import KEPT
+from hessiankit.engine.sweep import TAIL_SIZE
 from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
-JOINED = 2**20
+JOIN_SIZE = 2**20
 """Numbers of two sweeps below which they are made one: then it is calls that take the time."""
 CHOICE = 80
 """Calls of torch per step below which a trace is swept whole: the choice takes as long as 30 to 150 of them."""
 
 
-def sections(paths: Paths, cuts: Collection[int] | None = None, *, alone: bool = False) -> list[Section]:
+def sections(paths: Paths, cuts: Collection[int] | None = None, *, is_diagonal: bool = False) -> list[Section]:
     """Return the sections of a path with their sweeps, from the last to the first.
 
     Args:
         paths: The trace.
         cuts: Ids of values of :func:`stream` at which to cut; None: those with which the sweeps take least.
-        alone: Whether only curvature of places with themselves is computed.
+        is_diagonal: Whether only curvature of places with themselves is computed.
     """
-    plan = _Division(paths, alone=alone)
+    plan = _Division(paths, is_diagonal=is_diagonal)
     values = {n: paths.steps[n].output for n in plan.stream}
     first, last = -1, len(paths.steps) - 1
     bounds = plan.cheapest(first, last) if cuts is None else [first, *(n for n in plan.stream if values[n] in cuts), last]
@@ -42,7 +42,7 @@ def sections(paths: Paths, cuts: Collection[int] | None = None, *, alone: bool =
 
 def stream(paths: Paths) -> list[int]:
     """Return the ids of the values through which, as the only one, every path to the loss passes."""
-    return [paths.steps[n].output for n in _Division(paths, alone=False).stream]
+    return [paths.steps[n].output for n in _Division(paths, is_diagonal=False).stream]
 
 
 class _Division:
@@ -52,8 +52,8 @@ class _Division:
         stream: Numbers of the steps after which a single value passes.
     """
 
-    def __init__(self, paths: Paths, *, alone: bool) -> None:
-        self.paths, self.alone = paths, alone
+    def __init__(self, paths: Paths, *, is_diagonal: bool) -> None:
+        self.paths, self.is_diagonal = paths, is_diagonal
         reads: dict[int, list[int]] = {}
         for n, step in enumerate(paths.steps):
             for at in step.inputs:
@@ -64,13 +64,13 @@ class _Division:
         for at, readers in reads.items():
             crossing[born[at]] += 1
             crossing[readers[-1]] -= 1
-        passing = list(accumulate(crossing))
-        self.stream = [n for n, step in enumerate(paths.steps[:-1]) if passing[n] == 1 and step.output in reads]
+        widths = list(accumulate(crossing))
+        self.stream = [n for n, step in enumerate(paths.steps[:-1]) if widths[n] == 1 and step.output in reads]
         self._born = [(born[place.at], place) for place in paths.places]
         self._levels: dict[int, int] = {}  # axes of the value after a step that index rows which stay apart up to the loss
         end = len(paths.steps) - 1
         for n in reversed(self.stream):
-            at, places = paths.steps[n].output, [place.at for k, place in self._born if n < k <= end and not alone]
+            at, places = paths.steps[n].output, [place.at for k, place in self._born if n < k <= end and not is_diagonal]
             level = paths.level(at, paths.reach([at, *places], paths.steps[n + 1 : end + 1]))
             self._levels[n], end = min(level, self._levels.get(end, level)), n
         self._sections: dict[tuple[int, int], Section] = {}
@@ -78,27 +78,27 @@ class _Division:
 
     def cheapest(self, first: int, last: int) -> list[int]:
         """Return the bounds of sections whose sweeps take least: cuts are left out one by one, the costliest first."""
-        best, least = [first, last], self.work(first, last)
-        if least < CHOICE * CALL * len(self.paths.steps):
+        best, lowest_work = [first, last], self.work(first, last)
+        if lowest_work < CHOICE * CALL * len(self.paths.steps):
             return best
-        bounds = [first, *self._narrow(least), last]
+        bounds = [first, *self._narrow(lowest_work), last]
         total = sum(self.work(a, b) for a, b in pairwise(bounds))
         while len(bounds) > 2:
-            if total < least:
-                best, least = list(bounds), total
-            around = zip(bounds, bounds[1:], bounds[2:], strict=False)
-            losses = [self.work(a, b) + self.work(b, c) - self.work(a, c) for a, b, c in around]
+            if total < lowest_work:
+                best, lowest_work = list(bounds), total
+            triples = zip(bounds, bounds[1:], bounds[2:], strict=False)
+            losses = [self.work(a, b) + self.work(b, c) - self.work(a, c) for a, b, c in triples]
             total -= max(losses)
             del bounds[1 + losses.index(max(losses))]
         return best
 
-    def _narrow(self, whole: float) -> list[int]:
+    def _narrow(self, work: float) -> list[int]:
         """Return the cuts at the narrowest values around, where sums of the cut alone take less than the trace without cuts."""
         values = [self.paths.value(self.paths.steps[n].output) for n in self.stream]
         widths, narrow = [inf, *(x.numel() for x in values), inf], list[int]()
         for k, (n, x) in enumerate(zip(self.stream, values, strict=True)):
             group, columns = x.shape[self._levels[n] :].numel(), self._columns(n)  # entries of a group of rows
-            is_small = x.numel() * max(columns, group) < KEPT and group * x.numel() * (columns + group) < MATMUL * whole
+            is_small = x.numel() * max(columns, group) < TAIL_SIZE and group * x.numel() * (columns + group) < MATMUL * work
             is_new = widths[k] != widths[k + 1] or any(self.stream[k - 1] < at <= n for at, _ in self._born)
             if widths[k + 1] == min(widths[k : k + 3]) and is_small and is_new:
                 narrow.append(n)
@@ -107,7 +107,7 @@ class _Division:
     def work(self, start: int, stop: int) -> float:
         """Return the cost of a section, in passes over a number."""
         if (start, stop) not in self._works:
-            self._works[start, stop] = section_cost(self.paths, self.section(start, stop), alone=self.alone).work
+            self._works[start, stop] = section_cost(self.paths, self.section(start, stop), is_diagonal=self.is_diagonal).work
         return self._works[start, stop]
 
     def section(self, start: int, stop: int) -> Section:
@@ -121,15 +121,15 @@ class _Division:
         places = [place for n, place in self._born if start < n <= stop]
         entry, end = None if start < 0 else self._entry(start), steps[-1].output
         begin = [entry] if entry else []
-        path = paths.reach([place.at for place in (begin if self.alone and begin else [*places, *begin])], steps)
+        path = paths.reach([place.at for place in (begin if self.is_diagonal and begin else [*places, *begin])], steps)
         columns = self._columns(start)
-        level = kept = 0
+        level = tail_numbers = 0
         if end != paths.output:
             x = paths.value(end)
             level = min(self._levels[stop], *(paths.level(place.at, path) for place in (self._entry(stop), *begin)))
-            kept = x.numel() * (x.shape[level:].numel() if self.alone else columns)
-        section = Section(steps, places, entry, end, columns, path, level, kept)
-        return replace(section, plans=sweeps(paths, section, alone=self.alone))
+            tail_numbers = x.numel() * (x.shape[level:].numel() if self.is_diagonal else columns)
+        section = Section(steps, places, entry, end, columns, path, level, tail_numbers)
+        return replace(section, plans=sweeps(paths, section, is_diagonal=self.is_diagonal))
 
     def _entry(self, n: int) -> Place:
         at = self.paths.steps[n].output
@@ -137,23 +137,23 @@ class _Division:
 
     def _columns(self, start: int) -> int:
         """Return the number of entries of the parameters that enter after a step."""
-        after = [place for n, place in self._born if n > start and not self.alone]
-        return sum({key(u): u.size for place in after for u in place.jacobians}.values())
+        places = [place for n, place in self._born if n > start and not self.is_diagonal]
+        return sum({key(u): u.size for place in places for u in place.jacobians}.values())
 
 
-def sweeps(paths: Paths, section: Section, *, alone: bool = False) -> list[SweepPlan]:
-    """Return the sweeps of the places of a section, those of the last first; ``alone``: of places with themselves only."""
+def sweeps(paths: Paths, section: Section, *, is_diagonal: bool = False) -> list[SweepPlan]:
+    """Return the sweeps of the places of a section, those of the last first; ``is_diagonal``: of places with themselves only."""
     plans: list[SweepPlan] = []
-    reach = Reach(paths, section.steps, alone=alone)
+    reach = Reach(paths, section.steps, is_diagonal=is_diagonal)
     sizes, by_itself = 0, False
     for place in reversed(section.places):
-        if alone:
+        if is_diagonal:
             reach.clear()
         reach.add(place.at)
         path, numbers = reach.path, reach.numbers
         level = reach.level(place.at) if place.axes else 0
         sizes += place.size
-        alike = alone or all(r.rows == place.rows for r in section.places if r.order > place.order)
+        alike = is_diagonal or all(r.rows == place.rows for r in section.places if r.order > place.order)
         by_pairs = alike and level == place.axes > 0
         d = Directions(place, level, place.width, place.jacobians, place.is_whole)
         new = SweepPlan(path, [d], numbers, by_pairs, level == place.axes > 0)
@@ -162,13 +162,13 @@ def sweeps(paths: Paths, section: Section, *, alone: bool = False) -> list[Sweep
             pairs = zip(place.jacobians, stops, strict=True)
             entries = [IdentityJacobian(u.parameter, u.at, stop - u.size, u.size) for u, stop in pairs]
             by_entry = SweepPlan(path, [Directions(place, 0, place.size, list(entries), True)], numbers, False)
-            new = min(new, by_entry, key=lambda plan: plan_cost(paths, plan, section, alone=alone).work)
+            new = min(new, by_entry, key=lambda plan: plan_cost(paths, plan, section, is_diagonal=is_diagonal).work)
             (d,), by_pairs = new.directions, new.by_pairs
-        each = numbers + (0 if by_pairs else sizes * d.groups)
+        space = numbers + (0 if by_pairs else sizes * d.groups)
         last = plans[-1] if plans else None
-        before, by_itself = by_itself, by_pairs and _has_equal_columns(place, section, path)
-        small = last is not None and not before and not by_itself and (last.count + new.count) * each < JOINED
-        if last is not None and small and not alone and (last.level, last.by_pairs) == (d.level, by_pairs):
+        was_by_itself, by_itself = by_itself, by_pairs and _has_equal_columns(place, section, path)
+        small = last is not None and not was_by_itself and not by_itself and (last.count + new.count) * space < JOIN_SIZE
+        if last is not None and small and not is_diagonal and (last.level, last.by_pairs) == (d.level, by_pairs):
             plans[-1] = replace(new, directions=[d, *last.directions])
         else:
             plans.append(new)
@@ -177,6 +177,6 @@ def sweeps(paths: Paths, section: Section, *, alone: bool = False) -> list[Sweep
 
 def _has_equal_columns(place: Place, section: Section, path: Sequence[Step]) -> bool:
     """Tell whether sums with a later weight are worth taking between equal columns alone, which a sweep by itself can see."""
-    later = [r.mixed for r in section.places if r.order > place.order and isinstance(r.mixed, WeightJacobian)]
+    weights = [r.mixed for r in section.places if r.order > place.order and isinstance(r.mixed, WeightJacobian)]
     calls = CALL * MATMUL * STEP * len(path)  # multiply-adds that take as long as the calls of a sweep
-    return any(v.width == place.width and place.rows * place.size * v.size > calls for v in later)
+    return any(v.width == place.width and place.rows * place.size * v.size > calls for v in weights)

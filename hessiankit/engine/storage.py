@@ -55,8 +55,8 @@ class SymmetricStorage:
         columns: range | None = None,
     ) -> None:
         self.slices, self.order = dict(slices), {name: n for n, name in enumerate(slices)}
-        every, spans = range(len(self.order)), list(self.slices.values())
-        self.rows, self.columns = rows or every, columns or every
+        full_range, spans = range(len(self.order)), list(self.slices.values())
+        self.rows, self.columns = rows or full_range, columns or full_range
         self.top, self.left = (
             slice(spans[positions[0]].start, spans[positions[-1]].stop) if positions else slice(0, 0)
             for positions in (self.rows, self.columns)
@@ -107,8 +107,8 @@ class SymmetricStorage:
     def _read_notes(self) -> float:
         """Return the largest difference between an entry and its mirror image that was noted."""
         numbers = read_numbers([x for pair in self.skews for x in pair])
-        for apart, size in zip(numbers[::2], numbers[1::2], strict=True):
-            self.skew = max(self.skew, apart / size if size else 0.0)
+        for difference, size in zip(numbers[::2], numbers[1::2], strict=True):
+            self.skew = max(self.skew, difference / size if size else 0.0)
         return 2 * max(read_numbers(self.asymmetries), default=0.0)
 
     def finish(self) -> None:
@@ -116,7 +116,7 @@ class SymmetricStorage:
         for pending in joined(self._sums):
             pair = self._blocks[pending.into.data_ptr()]
             is_first = pair not in self._written and pending.into.numel() == self.block(*pair).numel()
-            self.skew = max(self.skew, replace(pending, over=is_first).add())
+            self.skew = max(self.skew, replace(pending, overwrites=is_first).add())
             self._written.add(pair)
         self._sums, self._blocks = [], {}
 
@@ -133,18 +133,18 @@ class SymmetricStorage:
         lifted to one, relative to its own, where that was averaged before.
         """
         noted = self._read_notes()
-        library, whole = kernels(), 0 < len(self.slices) == len(self.rows) == len(self.columns)
-        if library is not None and self.data.is_cpu and self.data.dtype in SINGLE and whole:
+        library, is_complete = kernels(), 0 < len(self.slices) == len(self.rows) == len(self.columns)
+        if library is not None and self.data.is_cpu and self.data.dtype in SINGLE and is_complete:
             bounds = [0, *(rows.stop for rows in self.slices.values())]
-            apart, self.is_finite = mirror(library, self.data, bounds)
+            difference, self.is_finite = mirror(library, self.data, bounds)
             largest = self.largest()
-            return max(apart, self.skew, noted / largest if largest else 0.0)
+            return max(difference, self.skew, noted / largest if largest else 0.0)
         worst = noted
         for name, n in self.order.items():
             if n in self.rows and n in self.columns:
-                across, worst = self._within(name, self.top), max(worst, _average(self.block(name, name)))
-                below = slice(across.stop, self.data.shape[0])
-                self.data[below, across] = self.data[across, below].T
+                columns, worst = self._within(name, self.top), max(worst, _average(self.block(name, name)))
+                lower_rows = slice(columns.stop, self.data.shape[0])
+                self.data[lower_rows, columns] = self.data[columns, lower_rows].T
         self.is_finite = math.isfinite(float(self.data.sum()))
         largest = self.largest()
         return max(worst / largest if largest else 0.0, self.skew)
@@ -156,13 +156,13 @@ class SymmetricStorage:
 
 
 def _average(square: Tensor) -> float:
-    apart, n = [], square.shape[0]
+    differences, n = [], square.shape[0]
     step = max(1, together(2**16, square) // max(n, 1))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         upper, lower = square[rows, start:], square[start:, rows].T
-        apart.append((upper - lower).abs_().max())
+        differences.append((upper - lower).abs_().max())
         mean = (upper + lower).mul_(0.5)
         square[rows, start:] = mean
         square[start:, rows] = mean.T
-    return max(read_numbers(apart), default=0.0)
+    return max(read_numbers(differences), default=0.0)

@@ -23,7 +23,7 @@ from hessiankit.tracing.trace import accumulate, last_readers
 
 WORK_SPACE, ON_AN_ACCELERATOR = 2**23, 2**26
 """Numbers that the values of one sweep may take, all directions together."""
-KEPT = 2**25
+TAIL_SIZE = 2**25
 """Numbers that may be kept of what follows a cut."""
 
 
@@ -37,9 +37,9 @@ class UnitColumns:
     """Tangents of a value along its columns ``start`` to ``stop``, each of which moves its own column of every row alone.
 
     Attributes:
-        scale: By how much it moves, of the value's shape.
+        scale: Distance by which each column moves, of the value's shape.
         start: The first column.
-        stop: Behind the last.
+        stop: End of the columns, one after the last.
     """
 
     scale: Tensor
@@ -62,109 +62,109 @@ class UnitColumns:
 
     def add_to(self, covectors: Tensor, numbers: Tensor) -> None:
         """Add numbers, of the value's shape, to the entries of covectors (stop - start, *shape) at which the directions move."""
-        own = covectors[..., self.start : self.stop].diagonal(dim1=0, dim2=-1)  # (*rows, stop - start)
-        own += numbers[..., self.start : self.stop]
+        diagonal = covectors[..., self.start : self.stop].diagonal(dim1=0, dim2=-1)  # (*rows, stop - start)
+        diagonal += numbers[..., self.start : self.stop]
 
 
-Along: TypeAlias = "Tensor | UnitColumns"
+Tangents: TypeAlias = "Tensor | UnitColumns"
 
 
 @dataclass(frozen=True)
-class MadeAgain:
+class RecomputedTangents:
     """Tangents that a step makes of its inputs', which are kept anyway: made where they are read, and not kept themselves."""
 
     step: Step
-    entering: Sequence[Kept | None]
+    inputs: Sequence[StoredTangents | None]
 
     def dense(self) -> Tensor:
         """Return the tangents, (S, *shape)."""
-        return self.step.primitive.push(all_dense(self.entering))
+        return self.step.primitive.push(all_dense(self.inputs))
 
 
-Kept: TypeAlias = "Along | MadeAgain"
-Bent: TypeAlias = "dict[int, list[Kept | None]]"
+StoredTangents: TypeAlias = "Tangents | RecomputedTangents"
+InputTangents: TypeAlias = "dict[int, list[StoredTangents | None]]"
 """Tangents of the inputs of the steps that have a second derivative, by the step's output."""
 
 
 @overload
-def dense(t: Kept) -> Tensor: ...
+def dense(t: StoredTangents) -> Tensor: ...
 @overload
-def dense(t: Kept | None) -> Tensor | None: ...
-def dense(t: Kept | None) -> Tensor | None:
+def dense(t: StoredTangents | None) -> Tensor | None: ...
+def dense(t: StoredTangents | None) -> Tensor | None:
     """Return tangents as a tensor (S, *shape)."""
     return t if t is None or isinstance(t, Tensor) else t.dense()
 
 
-def all_dense(tangents: Sequence[Kept | None]) -> list[Tensor | None]:
+def all_dense(tangents: Sequence[StoredTangents | None]) -> list[Tensor | None]:
     """Return tangents of several values as tensors (S, *shape)."""
     return [dense(t) for t in tangents]
 
 
-def reads(steps: Sequence[Any], kept: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
+def reads(steps: Sequence[Any], ends: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
     """Return the values whose tangents the steps read or keep, and by last reader those that can then be released."""
     last = last_readers(steps)
     releases: dict[int, list[int]] = {}
     for at, output in last.items():
-        if at not in kept:
+        if at not in ends:
             releases.setdefault(output, []).append(at)
-    return last.keys() | set(kept), releases
+    return last.keys() | set(ends), releases
 
 
 def push(
     steps: Iterable[Step],
-    tangents: dict[int, Along],
-    needed: Container[int],
+    tangents: dict[int, Tangents],
+    live_values: Container[int],
     releases: Mapping[int, Sequence[int]],
     *,
-    again: bool = False,
-) -> Bent:
+    recomputes: bool = False,
+) -> InputTangents:
     """Push directions along some steps.
 
     Args:
-        steps: In order.
+        steps: Steps in order.
         tangents: (S, *shape) by value, where directions begin; those of the steps' outputs are added.
-        needed: Values whose tangents are read; see :func:`reads`.
-        releases: By a step's output, the values whose tangents nothing reads after it.
-        again: Whether tangents that others make in a few passes are made again in :func:`pull`: less memory, a little more time.
+        live_values: Values whose tangents are read; see :func:`reads`.
+        releases: Values whose tangents nothing reads after a step, by the step's output.
+        recomputes: Whether tangents that others make in a few passes are made again in :func:`pull`: less memory, more time.
 
     Returns:
-        What bends, for :func:`pull`.
+        The tangents of inputs of the steps that bend, for :func:`pull`.
     """
-    bent: Bent = {}
-    made: dict[int | None, MadeAgain] = {}
+    input_tangents: InputTangents = {}
+    recipes: dict[int | None, RecomputedTangents] = {}
     for step in steps:
-        entering = [None if at is None else tangents.get(at) for at in step.inputs]
-        if any(t is not None for t in entering):
-            kept = [made.get(at, t) for at, t in zip(step.inputs, entering, strict=True)]
+        step_tangents = [None if at is None else tangents.get(at) for at in step.inputs]
+        if any(t is not None for t in step_tangents):
+            sources = [recipes.get(at, t) for at, t in zip(step.inputs, step_tangents, strict=True)]
             if step.bends:
-                bent[step.output] = kept
-            if step.output in needed:
-                t, own = _push(step, entering), tangents.get(step.output)
-                tangents[step.output] = t if own is None else dense(t) + dense(own)  # where other directions begin
-                if again and own is None and _is_made_again(step, kept):
-                    made[step.output] = MadeAgain(step, kept)
+                input_tangents[step.output] = sources
+            if step.output in live_values:
+                t, seed = _push(step, step_tangents), tangents.get(step.output)
+                tangents[step.output] = t if seed is None else dense(t) + dense(seed)  # where other directions begin
+                if recomputes and seed is None and _is_recomputed(step, sources):
+                    recipes[step.output] = RecomputedTangents(step, sources)
         for at in releases.get(step.output, ()):
             tangents.pop(at, None)
-    return bent
+    return input_tangents
 
 
-def _is_made_again(step: Step, entering: Sequence[Kept | None]) -> bool:
+def _is_recomputed(step: Step, step_tangents: Sequence[StoredTangents | None]) -> bool:
     """Tell whether a step is quick, and what enters it is kept anyway."""
     is_quick = step.primitive.primitive.is_quick or step.primitive.primitive.selects
-    return is_quick and (step.bends or not any(isinstance(t, Tensor) for t in entering))
+    return is_quick and (step.bends or not any(isinstance(t, Tensor) for t in step_tangents))
 
 
-def _push(step: Step, entering: Sequence[Along | None]) -> Along:
+def _push(step: Step, step_tangents: Sequence[Tangents | None]) -> Tangents:
     """Push tangents through one step; unit columns stay what they are where each entry moves by itself."""
-    point, moving = step.primitive, [t for t in entering if t is not None]
-    t = moving[0]
-    if len(moving) == 1 and isinstance(t, UnitColumns):
+    point, moving_tangents = step.primitive, [t for t in step_tangents if t is not None]
+    t = moving_tangents[0]
+    if len(moving_tangents) == 1 and isinstance(t, UnitColumns):
         if point.factor is not None:
             return replace(t, scale=t.scale * point.factor)
-        if point.matrix is not None and entering[0] is t:
+        if point.matrix is not None and step_tangents[0] is t:
             rows = point.matrix[t.start : t.stop]
             return t.diagonal.movedim(-1, 0).unsqueeze(-1) * rows.reshape(len(rows), *(1,) * (t.scale.ndim - 1), -1)
-    return point.push(all_dense(entering))
+    return point.push(all_dense(step_tangents))
 
 
 def sums_of(sums: Mapping[int, CovectorSum], inputs: Sequence[int | None]) -> list[CovectorSum | None]:
@@ -173,24 +173,24 @@ def sums_of(sums: Mapping[int, CovectorSum], inputs: Sequence[int | None]) -> li
 
 
 def _pull(
-    step: Step, bar: Tensor | None, entering: Sequence[Kept | None] | None, sums: Mapping[int, CovectorSum]
+    step: Step, bar: Tensor | None, step_tangents: Sequence[StoredTangents | None] | None, sums: Mapping[int, CovectorSum]
 ) -> Sequence[Tensor | None]:
     """Pull a covector back through one step, with its curvature along tangents."""
     point = step.primitive
-    t = entering[0] if entering is not None and len(entering) == 1 else None
+    t = step_tangents[0] if step_tangents is not None and len(step_tangents) == 1 else None
     if bar is not None and isinstance(t, UnitColumns) and point.factor is not None and point.bend is not None:
         (covector,) = point.pull(bar)
         assert covector is not None
         t.add_to(covector, t.scale * point.bend)
         return (covector,)
-    tangents = None if entering is None else all_dense(entering)
+    tangents = None if step_tangents is None else all_dense(step_tangents)
     return point.pull_into(bar, tangents, sums_of(sums, step.inputs))
 
 
 def pull(
     steps: Sequence[Step],
     bars: dict[int, Tensor],
-    bent: Bent,
+    input_tangents: InputTangents,
     sums: Mapping[int, CovectorSum],
     stops: Container[int] = (),
     arrive: Callable[[int, Tensor], None] | None = None,
@@ -198,15 +198,15 @@ def pull(
     """Pull covectors back along some steps, adding the curvature of nonlinear steps.
 
     Args:
-        steps: In order.
+        steps: Steps in order.
         bars: Covectors (S, *shape) of values at the end; in the end those of values that no step makes.
-        bent: As :func:`push` returns it; used up.
-        sums: Where the covectors of some values, as parameters, are summed in place of ``bars``.
+        input_tangents: Result of :func:`push`; used up.
+        sums: Sums of the covectors of some values, as parameters, in place of ``bars``.
         stops: Values at which covectors are read.
         arrive: Called with such a value and its covector, from the last to the first.
     """
     for step in reversed(steps):
-        bar, tangents = bars.pop(step.output, None), bent.pop(step.output, None)
+        bar, tangents = bars.pop(step.output, None), input_tangents.pop(step.output, None)
         if bar is not None and arrive is not None and step.output in stops:
             arrive(step.output, bar)
         if bar is not None or tangents is not None:

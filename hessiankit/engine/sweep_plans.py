@@ -34,7 +34,7 @@ class Directions:
 
     @property
     def groups(self) -> int:
-        """How many groups of rows move at once."""
+        """Number of groups of rows that move at once."""
         return self.place.shape[: self.level].numel()
 
     @property
@@ -75,14 +75,14 @@ class SweepPlan:
         directions: Directions of each place, from the first to the last.
         numbers: Numbers that one direction takes on the path.
         by_pairs: Whether H is a sum over rows for each pair of parameters: all rows stay apart, and one moves in each direction.
-        apart: Whether all rows stay apart.
+        is_rowwise: Whether all rows stay apart.
     """
 
     path: list[Step]
     directions: list[Directions]
     numbers: int
     by_pairs: bool
-    apart: bool = False
+    is_rowwise: bool = False
 
     @property
     def level(self) -> int:
@@ -91,21 +91,21 @@ class SweepPlan:
 
     @property
     def count(self) -> int:
-        """How many directions there are."""
+        """Number of directions."""
         return sum(d.outputs * d.rows for d in self.directions)
 
-    def chunk_count(self, each: int, space: int) -> int:
+    def chunk_count(self, numbers: int, space: int) -> int:
         """Return the number of :meth:`chunks`."""
         d = self.directions[0]
-        return 1 if len(self.directions) > 1 else -(-d.outputs // max(1, space // max(1, each * d.rows)))
+        return 1 if len(self.directions) > 1 else -(-d.outputs // max(1, space // max(1, numbers * d.rows)))
 
-    def chunks(self, each: int, space: int) -> Iterator[list[tuple[Directions, int, int]]]:
-        """Yield (directions, first output, last output) in chunks that fit the work space; a direction takes ``each`` numbers."""
+    def chunks(self, numbers: int, space: int) -> Iterator[list[tuple[Directions, int, int]]]:
+        """Yield (directions, first output, last output) in chunks that fit the work space; a direction takes so many numbers."""
         if len(self.directions) > 1:
             yield [(d, 0, d.outputs) for d in self.directions]
             return
         (d,) = self.directions
-        step = -(-d.outputs // self.chunk_count(each, space))  # chunks of one size
+        step = -(-d.outputs // self.chunk_count(numbers, space))  # chunks of one size
         for start in range(0, d.outputs, step):
             yield [(d, start, min(d.outputs, start + step))]
 
@@ -122,7 +122,7 @@ class Section:
         columns: Number of entries of the parameters that enter in it or after it.
         path: The steps by which its entry and its places reach its end; for curvature of places with themselves, its entry alone.
         level: Number of axes of the values at both ends index rows that stay apart from its entry to the loss.
-        kept: Numbers kept of what follows its end, 0 if nothing does.
+        tail_numbers: Numbers kept of what follows its end, 0 if nothing does.
         plans: Sweeps of its places, those of the last first.
     """
 
@@ -133,5 +133,5 @@ class Section:
     columns: int
     path: list[Step]
     level: int
-    kept: int
+    tail_numbers: int
     plans: list[SweepPlan] = field(default_factory=list)

@@ -39,7 +39,7 @@ def groups_of(by: str | Mapping[str, Any] | Partition, operator: Any, module: nn
     for key, value in groups_by(WHO, by, module, operator.slices).items():
         if not isinstance(key, str):
             raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
-        of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.also or "[" in key)
+        of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.aliases or "[" in key)
         group, names = (value, key) if of_names else (key, value)
         members.setdefault(group, []).append(positions(WHO, names, operator.shapes, operator.slices))
     if not members:

@@ -1,4 +1,4 @@
-"""What a request is made of: a module at a point, and the loss of one batch there; frozen, and checked before they are made."""
+"""Parts of a request: a module at a point, and the loss of one batch there; frozen, and checked before they are made."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hessiankit.tracing.one_dtype import widest
 
 @dataclass(frozen=True)
 class OwnGradient:
-    """What torch computes by the module's own call.
+    """Loss and gradient that torch computes by the module's own call.
 
     Attributes:
         loss: The loss.
-        gradient: By the name of the parameter; None where autograd does not reach it.
+        gradient: Derivative by the name of the parameter; None where autograd does not reach it.
     """
 
     loss: float
@@ -61,10 +61,10 @@ class ModulePoint:
     @property
     def shapes(self) -> ByName[tuple[int, ...]]:
         """Shape of each parameter, by its name."""
-        listed = {id(leaf): name for name, leaf in self.leaves.items()}
+        name_of_leaf = {id(leaf): name for name, leaf in self.leaves.items()}
         names = self.module.named_parameters(remove_duplicate=False)
-        also = {name: listed[id(p)] for name, p in names if id(p) in listed and name not in self.parameters}
-        return ByName(((name, tuple(p.shape)) for name, p in self.parameters.items()), also)
+        aliases = {name: name_of_leaf[id(p)] for name, p in names if id(p) in name_of_leaf and name not in self.parameters}
+        return ByName(((name, tuple(p.shape)) for name, p in self.parameters.items()), aliases)
 
     @property
     def size(self) -> int:
@@ -74,15 +74,15 @@ class ModulePoint:
     @property
     def leaves(self) -> dict[str, Tensor]:
         """The module's own parameters, by name, whether or not they are still part of it."""
-        own = {name: x for name, x, _ in self.state.tensors()}
-        return {name: own[name] for name in self.parameters}
+        tensors = {name: x for name, x, _ in self.state.tensors()}
+        return {name: tensors[name] for name in self.parameters}
 
     @property
     def still(self) -> dict[str, int]:
         """The rows of embeddings that torch leaves out of the gradient, by the name of the parameter."""
         with self.at():
-            padded = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
-        rows = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
+            padding_rows = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        rows = {name: padding_rows.get(id(leaf)) for name, leaf in self.leaves.items()}
         return {name: row for name, row in rows.items() if row is not None}
 
     @property
@@ -119,11 +119,11 @@ class BatchLoss(ModulePoint):
     Data are copies, which the caller may overwrite.
 
     Attributes:
-        loss: What is made of the module's result and the target.
+        loss: Function of the module's result and the target.
         args: Positional arguments of the module's call.
         kwargs: Keyword arguments.
-        target: What the loss compares with, if anything.
-        normalizer: What a loss with a closed form divides its sum by: the entries (mse) or the labels that count (cross entropy),
+        target: Tensors that the loss compares with, if any.
+        normalizer: Divisor of the sum of a loss with a closed form: the entries (mse) or the labels that count (cross entropy),
             of the whole batch where this is a part of it.
         count: The weight of the batch among others: the terms that its loss is the mean of.
         share: Factor of the loss in that of all batches.
@@ -164,14 +164,14 @@ class BatchLoss(ModulePoint):
             return float(self.value().detach())
 
     def own_gradient(
-        self, parameters: Mapping[str, Tensor] | None = None, stopped: AbstractContextManager[Any] | None = None
+        self, parameters: Mapping[str, Tensor] | None = None, context: AbstractContextManager[Any] | None = None
     ) -> OwnGradient:
         """Return the loss and its gradient at some parameters, by the module's own call and one backward of torch.
 
-        ``stopped``: A context for the call: values that are held constant as torch holds them (:class:`StoppedValues`).
+        ``context``: A context for the call: values that are held constant as torch holds them (:class:`StoppedValues`).
         """
         with self.at(parameters):
-            with stopped or nullcontext():
+            with context or nullcontext():
                 value = self.value()
             return OwnGradient(float(value.detach()), self.slopes(value))
 
@@ -189,10 +189,10 @@ class BatchLoss(ModulePoint):
     def reached(self) -> set[str]:
         """Return the parameters that the loss depends on, whatever the values are; all of them where autograd cannot tell."""
         try:
-            own = self.reference or self.own_gradient()
+            reference = self.reference or self.own_gradient()
         except Exception:  # whatever a module may raise when it is differentiated
             return set(self.parameters)
-        return {name for name in self.parameters if own.gradient[name] is not None}
+        return {name for name in self.parameters if reference.gradient[name] is not None}
 
     # Parts --------------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class BatchLoss(ModulePoint):
         return self.target if self.loss.plain == self.loss.name else self.target[:, 0]
 
     @property
-    def kept(self) -> set[int]:
+    def stable_addresses(self) -> set[int]:
         """Addresses of memory into which nobody else writes: of the copies of data and of the module's tensors, or what these
         share.
         """

@@ -34,24 +34,24 @@ def rounding_errors(
 
     Source: Vignes, A stochastic arithmetic for reliable scientific computation, Math. Comput. Simul. 35 (1993).
     """
-    traced = loss_trace(batch)
-    bending = traced.loss_side() if gauss_newton else None
+    trace_of_loss = loss_trace(batch)
+    loss_side = trace_of_loss.loss_side() if gauss_newton else None
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(x: Tensor) -> Tensor:
+    def gaussian(x: Tensor) -> Tensor:
         return torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x)
 
     def rounded(linear_map: LinearMap, vectors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         results = linear_map(vectors)
-        others = linear_map([None if x is None else x * drawn(x).sign() for x in vectors])
-        pairs = zip(results, others, strict=True)
-        return [x if x is None or y is None else x + CHANGE * (x.abs() + y.abs()) * drawn(x) for x, y in pairs]
+        signed_results = linear_map([None if x is None else x * gaussian(x).sign() for x in vectors])
+        pairs = zip(results, signed_results, strict=True)
+        return [x if x is None or y is None else x + CHANGE * (x.abs() + y.abs()) * gaussian(x) for x, y in pairs]
 
-    exact = products(traced.trace, direction, bending)
-    samples = [products(traced.trace, direction, bending, rounded) for _ in range(SAMPLES)]
+    exact = products(trace_of_loss.trace, direction, loss_side)
+    samples = [products(trace_of_loss.trace, direction, loss_side, rounded) for _ in range(SAMPLES)]
 
     def spread(kind: int) -> dict[str, Tensor]:
-        changes = {n: torch.stack([moved[kind][n] - x for moved in samples]) for n, x in exact[kind].items()}
+        changes = {n: torch.stack([sample[kind][n] - x for sample in samples]) for n, x in exact[kind].items()}
         return {n: x.square().mean(0).sqrt() / CHANGE for n, x in changes.items()}
 
     return spread(0), spread(1)

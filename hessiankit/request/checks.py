@@ -24,12 +24,12 @@ def check_layers(module: nn.Module) -> None:
         InputError: A scripted or quantised module; dropout in training mode.
     """
     for name, layer in module.named_modules():
-        what = f"{name!r}" if name else "the module"
+        part = f"{name!r}" if name else "the module"
         if isinstance(layer, torch.jit.ScriptModule):
-            raise InputError(f"request: {what} is a TorchScript module, which cannot be traced; pass the Python module behind it")
+            raise InputError(f"request: {part} is a TorchScript module, which cannot be traced; pass the Python module behind it")
         if type(layer).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
             raise InputError(
-                f"request: {what} is a {type(layer).__name__} with quantised weights, of which the loss is not a smooth "
+                f"request: {part} is a {type(layer).__name__} with quantised weights, of which the loss is not a smooth "
                 "function; pass the module from before quantisation"
             )
         drops = ""
@@ -38,7 +38,7 @@ def check_layers(module: nn.Module) -> None:
         elif isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
             drops = f"has a dropout layer for its attention weights (dropout={layer.dropout}) and is"
         if drops and layer.training:
-            raise InputError(f"request: call model.eval() first: {what} {drops} in training mode, so the loss is random")
+            raise InputError(f"request: call model.eval() first: {part} {drops} in training mode, so the loss is random")
 
 
 def check_tensors(module: nn.Module, parameters: Mapping[str, Tensor], *, one_dtype: bool = False) -> None:
@@ -48,17 +48,17 @@ def check_tensors(module: nn.Module, parameters: Mapping[str, Tensor], *, one_dt
         InputError: The parameters are not real numbers, or on several devices, or of several dtypes where ``one_dtype`` allows
             one alone; or something of the module holds no values, is not dense, or is not finite.
     """
-    for what in ("dtype", "device") if one_dtype else ("device",):
+    for trait in ("dtype", "device") if one_dtype else ("device",):
         first: dict[Any, str] = {}
         for name, p in parameters.items():
-            first.setdefault(getattr(p, what), name)
+            first.setdefault(getattr(p, trait), name)
         if len(first) > 1:
-            verb = "on" if what == "device" else "is"
+            verb = "on" if trait == "device" else "is"
             listing = ", ".join(f"{name!r} {verb} {kind}" for kind, name in first.items())
-            raise InputError(f"request: the parameters have several {what}s: {listing}. Bring them to one, e.g. module.to(...)")
+            raise InputError(f"request: the parameters have several {trait}s: {listing}. Bring them to one, e.g. module.to(...)")
     buffers = dict(module.named_buffers())  # which may hold the -inf of a mask
-    everything = [*module.named_parameters(), *buffers.items()]
-    meta = next((name for name, x in everything if x.is_meta), None)
+    tensors = [*module.named_parameters(), *buffers.items()]
+    meta = next((name for name, x in tensors if x.is_meta), None)
     if meta is not None:
         raise InputError(f"request: {meta!r} is on the meta device, which holds no values; load the weights first")
     odd = next((p.dtype for p in parameters.values() if not p.dtype.is_floating_point), None)
@@ -67,9 +67,9 @@ def check_tensors(module: nn.Module, parameters: Mapping[str, Tensor], *, one_dt
             f"request: the parameters are {odd}; expected real ones, such as the real and imaginary parts, which forward puts "
             "together by torch.complex"
         )
-    for name, x in everything:
+    for name, x in tensors:
         check_values("request", name, x, constant=name in buffers)
-    reals = [(name, strided_parts(x)[-1]) for name, x in everything if x.is_floating_point()]
+    reals = [(name, strided_parts(x)[-1]) for name, x in tensors if x.is_floating_point()]
     for (name, x), finite in zip(reals, are_finite([x for _, x in reals]), strict=True):
         if not finite and spoiled_at(x, mask=name in buffers) is not None:
             raise InputError(
@@ -84,9 +84,9 @@ def check_tensor(
     device: torch.device,
     *,
     mask: bool = False,
-    other: str = "the parameters are",
+    reference: str = "the parameters are",
 ) -> None:
-    """Check a tensor that enters the computation; a ``dtype`` of None allows any, and ``other`` says in errors what has it.
+    """Check a tensor that enters the computation; a ``dtype`` of None allows any, and ``reference`` says in errors what has it.
 
     Raises:
         InputError: It is empty, elsewhere, of another dtype, or not finite.
@@ -99,7 +99,7 @@ def check_tensor(
     if not x.is_floating_point():
         return
     if dtype is not None and x.dtype != dtype:
-        raise InputError(f"request: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
+        raise InputError(f"request: {name} is {x.dtype}, {reference} {dtype}; convert one of them, e.g. {name}.to({dtype})")
     where = spoiled_at(strided_parts(x)[-1], mask=mask)
     if where is not None:
         raise InputError(f"request: {name} contains NaN or infinity, first at index {where}; clean the data first")
@@ -112,12 +112,12 @@ def check_place(name: str, x: Tensor, device: torch.device, *, constant: bool = 
     check_values("request", name, x, constant=constant)
 
 
-def check_same_shape(target: Tensor, shape: Sequence[int], what: str = "squared error") -> None:
+def check_same_shape(target: Tensor, shape: Sequence[int], loss_name: str = "squared error") -> None:
     """Raise InputError unless a target has the shape of the output that it is compared with."""
     if target.shape != tuple(shape):
         raise InputError(
             f"request: target has shape {tuple(target.shape)}, the module's output has {tuple(shape)}; "
-            f"{what} needs equal shapes (nothing is broadcast)"
+            f"{loss_name} needs equal shapes (nothing is broadcast)"
         )
 
 
@@ -130,9 +130,9 @@ def check_labels(target: Tensor, shape: Sequence[int]) -> None:
             f"request: target has shape {tuple(target.shape)}, expected {tuple(shape[:-1])}: one label for each row of the "
             f"logits {tuple(shape)}, whose last axis holds the classes"
         )
-    counted = target[target != IGNORE_INDEX]
-    if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < shape[-1]):
+    labels = target[target != IGNORE_INDEX]
+    if labels.numel() and not (int(labels.min()) >= 0 and int(labels.max()) < shape[-1]):
         raise InputError(
-            f"request: labels lie in [{int(counted.min())}, {int(counted.max())}], expected 0 to {shape[-1] - 1} for "
+            f"request: labels lie in [{int(labels.min())}, {int(labels.max())}], expected 0 to {shape[-1] - 1} for "
             f"{shape[-1]} classes (or {IGNORE_INDEX} to ignore a position)"
         )

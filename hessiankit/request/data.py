@@ -23,9 +23,9 @@ from hessiankit.support.torch_state import ordinary_path, preserved_state
 from hessiankit.tracing.source_line import at_line, first_line
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
-MOST = 1000
+MAX_BATCHES = 1000
 """Batches that are read of an iterable without a length: one with more is taken for one that does not end."""
-SAME = 1e-4
+LOSS_TOLERANCE = 1e-4
 """Relative difference up to which a model's own loss counts as the one that we compute from its logits."""
 AUTO = "auto"
 """Loss where none is given: the module's own, where it has one, else ``"mse"``."""
@@ -38,15 +38,15 @@ FORMS = (
 
 
 class ReadData(NamedTuple):
-    """What :func:`read_data` returns.
+    """Result of :func:`read_data`.
 
     Attributes:
-        several: Whether the data are several batches.
+        is_many: Whether the data are several batches.
         pairs: (inputs, target) of each batch.
         loss: The loss, that of the module in place of :data:`AUTO`.
     """
 
-    several: bool
+    is_many: bool
     pairs: Iterator[tuple[Any, Any]]
     loss: LossArgument
 
@@ -57,7 +57,7 @@ def read_data(
     loss: LossArgument,
     model: nn.Module | None = None,
     *,
-    later: bool | None = None,
+    is_shifted: bool | None = None,
     trial: int | None = None,
 ) -> ReadData:
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
@@ -66,19 +66,19 @@ def read_data(
     loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs and mappings, or of
     inputs (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
 
-    With a ``model`` and a named loss, the ``"labels"`` of a mapping become its target (:class:`Labels`, which explains ``later``
-    and ``trial``). With :data:`AUTO` the loss is the model's own, where it has one.
+    With a ``model`` and a named loss, the ``"labels"`` of a mapping become its target (:class:`Labels`, which explains
+    ``is_shifted`` and ``trial``). With :data:`AUTO` the loss is the model's own, where it has one.
 
     Raises:
         InputError: If it is none of these.
 
-    >>> read_data([({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse").several
+    >>> read_data([({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse").is_many
     True
     """
     if loss == AUTO and getattr(model, RETURNS_LOSS, False):
         data, target, loss = (data if target is None else (*arguments(data)[0], target)), None, None
-    several = _are_several(data, target, loss)
-    if not several:
+    is_many = _is_many(data, target, loss)
+    if not is_many:
         is_pair = target is None and loss is not None and isinstance(data, (tuple, list))
         pairs: Iterator[tuple[Any, Any]] = iter([(data[0], data[1]) if is_pair else (data, target)])
     elif loss is None:
@@ -86,10 +86,10 @@ def read_data(
     else:
         pairs = map(_pair, enumerate(once(data)))
     if loss == AUTO:
-        loss, pairs, later = _own_loss(model, pairs)
+        loss, pairs, is_shifted = _own_loss(model, pairs)
     if model is None or not isinstance(loss, str):
-        return ReadData(several, pairs, loss)
-    return ReadData(several, Labels(model, loss, later, trial).laid(pairs), loss)
+        return ReadData(is_many, pairs, loss)
+    return ReadData(is_many, Labels(model, loss, is_shifted, trial).laid(pairs), loss)
 
 
 def _own_loss(
@@ -129,7 +129,7 @@ def _is_labels(pair: tuple[Any, Any]) -> bool:
     return is_labels and (isinstance(inputs, Tensor) or (isinstance(inputs, Mapping) and "labels" not in inputs))
 
 
-def _are_several(data: Any, target: Any, loss: LossArgument) -> bool:
+def _is_many(data: Any, target: Any, loss: LossArgument) -> bool:
     if target is not None or isinstance(data, (Tensor, Mapping)):
         return False
     if loss is None:
@@ -148,9 +148,9 @@ def _pair(numbered: tuple[int, Any]) -> tuple[Any, Any]:
         return batch, None
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
     raise InputError(
-        f"request: batch {number} is a {seen}; expected a pair (inputs, target), or a mapping with 'labels'; for several "
+        f"request: batch {number} is a {kind}; expected a pair (inputs, target), or a mapping with 'labels'; for several "
         "inputs of one call pass target=..."
     )
 
@@ -160,7 +160,7 @@ def once(data: Iterable[Any]) -> Iterator[Any]:
 
     Raises:
         InputError: A ``DataLoader`` draws samples with replacement, or more than once; an iterable goes on after its length; or
-            one without a length holds more than :data:`MOST` batches, or more than half of the free memory.
+            one without a length holds more than :data:`MAX_BATCHES` batches, or more than half of the free memory.
 
     >>> [float(x) for x in once(iter([Tensor([1.0]), Tensor([2.0])]))]
     [1.0, 2.0]
@@ -171,13 +171,13 @@ def once(data: Iterable[Any]) -> Iterator[Any]:
             f"request: the {sampler} of the {kind} draws samples more than once, and the data are every sample once; pass a "
             f"{kind} with shuffle=False, or list(data) where this draw is what you mean"
         )
-    instead = "pass a list, or a DataLoader of one epoch; list(itertools.islice(data, n)) are n batches"
+    remedy = "pass a list, or a DataLoader of one epoch; list(itertools.islice(data, n)) are n batches"
     free: int | None = None
     for number, batch in enumerate(data):
         if number == length:
             raise InputError(
                 f"request: data is a {kind} of {length} batches by its len(), which goes on after them, as several epochs do; "
-                f"{instead}"
+                f"{remedy}"
             )
         tensors = [x for _, x in named_tensors(batch)]
         if isinstance(batch, Mapping) and batch and not tensors:
@@ -188,12 +188,12 @@ def once(data: Iterable[Any]) -> Iterator[Any]:
         if length is None:
             size += sum(x.numel() * x.element_size() for x in tensors)
             free = available_memory(tensors[0].device) if tensors and free is None else free
-            if number == MOST or (free is not None and size > free / 2):
-                much = f"has {byte_size(size)} in its first {number + 1} batches"
-                seen = f"holds more than {MOST:,} batches" if number == MOST else much
+            if number == MAX_BATCHES or (free is not None and size > free / 2):
+                volume = f"has {byte_size(size)} in its first {number + 1} batches"
+                extent = f"holds more than {MAX_BATCHES:,} batches" if number == MAX_BATCHES else volume
                 raise InputError(
-                    f"request: data is a {kind} without a length, which {seen}: it may not end, and data are read once and "
-                    f"whole; {instead}"
+                    f"request: data is a {kind} without a length, which {extent}: it may not end, and data are read once and "
+                    f"whole; {remedy}"
                 )
         yield batch
 
@@ -209,8 +209,8 @@ def _repeating_sampler(loader: DataLoader[Any]) -> str:
     """Return the name of a sampler that may draw a sample twice, or ""."""
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
-            several = isinstance(sampler, RandomSampler) and sampler.num_samples > len(sampler.data_source)
-            if sampler.replacement or several:
+            has_repeats = isinstance(sampler, RandomSampler) and sampler.num_samples > len(sampler.data_source)
+            if sampler.replacement or has_repeats:
                 return type(sampler).__name__
     return ""
 
@@ -226,15 +226,15 @@ class Labels:
         trial: Samples of that call, the first ones that have a label; None: the whole batch.
     """
 
-    def __init__(self, model: nn.Module, loss: str, later: bool | None = None, trial: int | None = None) -> None:
-        self.model, self.loss, self.asked, self.later, self.trial = model, loss, later, later, trial
+    def __init__(self, model: nn.Module, loss: str, is_shifted: bool | None = None, trial: int | None = None) -> None:
+        self.model, self.loss, self.shifts_targets, self.is_shifted, self.trial = model, loss, is_shifted, is_shifted, trial
 
     def laid(self, pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the pairs, with the labels of mappings as their targets."""
         for inputs, target in pairs:
             if target is None and isinstance(inputs, Mapping) and isinstance(inputs.get("labels"), Tensor):
                 yield self._split(inputs)
-            elif self.asked and isinstance(target, Tensor) and target.ndim > 1:
+            elif self.shifts_targets and isinstance(target, Tensor) and target.ndim > 1:
                 yield inputs, one_later(target)
             else:
                 self._warn_of_copies(inputs, target)
@@ -255,13 +255,13 @@ class Labels:
         inputs = with_decoder_inputs(self.model, {key: x for key, x in batch.items() if key != "labels"}, labels)
         if self.loss != "cross_entropy" or labels.ndim < 2:
             return inputs, labels
-        counted = with_a_label(labels)
-        if self.later is None and len(counted):
-            rows = slice(None) if self.trial is None else counted[: self.trial]
+        sample_numbers = with_a_label(labels)
+        if self.is_shifted is None and len(sample_numbers):
+            rows = slice(None) if self.trial is None else sample_numbers[: self.trial]
             trial = on_device_of(self.model, samples((inputs, labels), rows, len(labels)))
             with preserved_state(self.model), ordinary_path():
-                self.later = compared_labels(self.model, *trial) != "here"
-        return inputs, labels if self.later is False else one_later(labels)
+                self.is_shifted = compared_labels(self.model, *trial) != "here"
+        return inputs, labels if self.is_shifted is False else one_later(labels)
 
 
 def with_decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
@@ -311,9 +311,9 @@ def compared_labels(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     ways = {"here": F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)}
     if labels.ndim > 1 and labels.shape[-1] > 1:
         ways["later"] = F.cross_entropy(wide[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), ignore_index=IGNORE_INDEX)
-    away = {way: abs(float(x) - float(loss)) / max(abs(float(loss)), 1e-30) for way, x in ways.items()}
-    nearest = min(away, key=lambda way: away[way])
-    return nearest if away[nearest] < SAME else "other"
+    differences = {way: abs(float(x) - float(loss)) / max(abs(float(loss)), 1e-30) for way, x in ways.items()}
+    nearest = min(differences, key=lambda way: differences[way])
+    return nearest if differences[nearest] < LOSS_TOLERANCE else "other"
 
 
 def on_device_of(module: nn.Module, tree: Any) -> Any:
@@ -363,9 +363,9 @@ def call(module: nn.Module, inputs: Any, run: Callable[[], Any] | None = None) -
     except Exception as error:
         keyed = isinstance(inputs, Mapping)
         shapes = [f"{name} {tuple(x.shape)}" if keyed else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
-        shown = f"inputs of shape {', '.join(shapes)}" if shapes else "these inputs"
+        description = f"inputs of shape {', '.join(shapes)}" if shapes else "these inputs"
         raise InputError(
-            f"request: the module, called on {shown}, raised {type(error).__name__}: {first_line(error)}{at_line(error)}"
+            f"request: the module, called on {description}, raised {type(error).__name__}: {first_line(error)}{at_line(error)}"
             f"{_other_type(module, inputs, error)}"
         ) from error
 
@@ -384,41 +384,41 @@ def _other_type(module: nn.Module, inputs: Any, error: Exception) -> str:
 class Counts:
     """The weight of each batch: as given, or the terms of its loss; and the rule by which batches are put together."""
 
-    def __init__(self, loss: Loss, weights: Weights, reduction: str | None, *, several: bool) -> None:
-        own = loss.reduction
+    def __init__(self, loss: Loss, weights: Weights, reduction: str | None, *, is_many: bool) -> None:
+        default = loss.reduction
         if reduction not in (None, "mean", "sum"):
             raise InputError(f"request: reduction={reduction!r} is not known; pass 'mean' or 'sum', or None for the loss's own")
-        if not loss.name and reduction is not None and own not in (None, reduction):
+        if not loss.name and reduction is not None and default not in (None, reduction):
             raise InputError(
-                f"request: reduction={reduction!r}, but the loss has reduction={own!r}; change the loss, or pass None"
+                f"request: reduction={reduction!r}, but the loss has reduction={default!r}; change the loss, or pass None"
             )
-        if weights is not None and (reduction or own) == "sum":
+        if weights is not None and (reduction or default) == "sum":
             raise InputError("request: weights are for losses that are means; a sum over all batches needs none")
         is_list = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0
         if weights is not None and not callable(weights) and not is_list:
             kind = type(weights).__name__
             raise InputError(f"request: weights is a {kind}; pass one number for each batch in a list, or a function")
-        self.loss, self.several = loss, several
+        self.loss, self.is_many = loss, is_many
         self.weights = weights if weights is None or callable(weights) else iter(weights)
-        rule = reduction or own if loss.name or reduction == "sum" else own
+        rule = reduction or default if loss.name or reduction == "sum" else default
         self.rule = rule if rule in ("mean", "sum") else None
-        self.is_sum = (reduction or own) == "sum"
+        self.is_sum = (reduction or default) == "sum"
 
     def of(self, number: int, inputs: Any, target: Any) -> float:
         """Return the weight of a batch; 0 where no label of it counts."""
         if self.weights is not None:
             return self._given(number, inputs, target)
-        if self.several and number == 1 and self.rule is None:
+        if self.is_many and number == 1 and self.rule is None:
             raise InputError(
                 f"request: with {self.loss.label} the weights of several batches are unknown. Pass weights=[...], how many terms "
                 "each batch's loss is the mean of (or a callable (inputs, target) -> number), or reduction='sum' if it is a sum"
             )
         count = self.loss.count(target)
-        if self.several and count == 0.0 and target.numel():
+        if self.is_many and count == 0.0 and target.numel():
             return 0.0  # every label is ignored
         if self.loss.name:
             return count or 1.0
-        return count if self.several and self.rule == "mean" and count is not None else 1.0
+        return count if self.is_many and self.rule == "mean" and count is not None else 1.0
 
     def _given(self, number: int, inputs: Any, target: Any) -> float:
         weight = self.weights(inputs, target) if callable(self.weights) else next(self.weights, None)  # type: ignore[arg-type]
@@ -435,6 +435,6 @@ class Counts:
 
     def check_used(self) -> None:
         """Raise InputError if a list of weights has more numbers than there were batches."""
-        rest = [] if self.weights is None or callable(self.weights) else list(islice(self.weights, MOST))
+        rest = [] if self.weights is None or callable(self.weights) else list(islice(self.weights, MAX_BATCHES))
         if rest:
             raise InputError(f"request: weights has {len(rest)} numbers more than there are batches; pass one for each")

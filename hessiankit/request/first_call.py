@@ -17,7 +17,7 @@ from hessiankit.request.batch_loss import BatchLoss, ModulePoint, OwnGradient
 from hessiankit.request.checks import IGNORE_INDEX, check_labels, check_place, check_same_shape, check_tensor
 from hessiankit.request.data import as_one_argument, call, ordinary
 from hessiankit.request.loss import ENTRYWISE, Loss
-from hessiankit.request.non_finite import MASKED, are_finite, first_spoiled, first_spoiled_module
+from hessiankit.request.non_finite import MASK_HINT, are_finite, first_spoiled, first_spoiled_module
 from hessiankit.request.state import Held
 from hessiankit.support.containers import arguments, map_tensors, named_tensors
 from hessiankit.support.errors import HessiankitError, InputError
@@ -44,28 +44,28 @@ def first_call(point: ModulePoint, loss: Loss, inputs: Any, target: Any, *, hand
         return x if point.state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
 
     copies = map_tensors(copied, data)
-    theirs = BatchLoss(point.module, point.parameters, point.state, loss, *data)
-    ours = replace(theirs, args=copies[0], kwargs=copies[1], target=copies[2])
-    _check_constant_rows(ours, inputs)
+    batch_of_user = BatchLoss(point.module, point.parameters, point.state, loss, *data)
+    batch_of_copies = replace(batch_of_user, args=copies[0], kwargs=copies[1], target=copies[2])
+    _check_constant_rows(batch_of_copies, inputs)
     pairs = zip(named_tensors(data, ""), named_tensors(copies, ""), strict=True)
-    held = Held(data, copies=[(name, x, copy) for (name, x), (_, copy) in pairs if x is not copy])
+    record = Held(data, copies=[(name, x, copy) for (name, x), (_, copy) in pairs if x is not copy])
     random = RandomStates(point.module)
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
-            called, value = _called(theirs, inputs, handshake=handshake)
-            if (changed := held.changed()) is not None:
-                kind = "target" if changed.startswith("[2]") else "inputs"
+            batch, value = _called(batch_of_user, inputs, handshake=handshake)
+            if (path := record.changed()) is not None:
+                kind = "target" if path.startswith("[2]") else "inputs"
                 raise InputError(
                     f"request: a call of the module or the loss changes its {kind}, so that the next call would see other data; "
                     "let it work on a clone() or a copy"
                 )
-            _check_function(called, inputs, value, random)
+            _check_function(batch, inputs, value, random)
         finally:
             random.restore()
             point.state.restore()
-            held.restore()
-    normalizer = (called.loss.count(ours.target) if called.loss.name else None) or 1.0
-    return replace(ours, loss=called.loss, reference=called.reference, normalizer=normalizer)
+            record.restore()
+    normalizer = (batch.loss.count(batch_of_copies.target) if batch.loss.name else None) or 1.0
+    return replace(batch_of_copies, loss=batch.loss, reference=batch.reference, normalizer=normalizer)
 
 
 def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> None:
@@ -88,8 +88,8 @@ def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> Non
             )
         return
     if target is None:
-        asked = repr(loss.name) if loss.name else "a callable"
-        raise InputError(f"request: loss={asked} needs a target; pass target=..., or loss=None if the module returns its loss")
+        label = repr(loss.name) if loss.name else "a callable"
+        raise InputError(f"request: loss={label} needs a target; pass target=..., or loss=None if the module returns its loss")
     if loss.name and not isinstance(target, Tensor):
         raise InputError(f"request: target is a {type(target).__name__}; loss={loss.name!r} compares with one tensor")
     for name, x in named_tensors(target, "target"):
@@ -153,7 +153,7 @@ def check_fit(loss: Loss, part: Any, target: Any, device: torch.device) -> None:
     if isinstance(loss.equals, ENTRYWISE) and isinstance(part, Tensor) and isinstance(target, Tensor):
         check_same_shape(target, part.shape, "squared error" if loss.name else type(loss.equals).__name__)
     if loss.name == "mse":
-        check_tensor("target", target, part.dtype, device, other="the module's output is")
+        check_tensor("target", target, part.dtype, device, reference="the module's output is")
     elif loss.name == "cross_entropy":
         check_labels(target, part.shape)
         if not bool((target != IGNORE_INDEX).any()):
@@ -167,9 +167,9 @@ def _value(batch: BatchLoss, part: Any) -> Tensor:
     except HessiankitError:
         raise
     except Exception as error:
-        seen = f"outputs of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+        description = f"outputs of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
         where = f"{first_line(error)}{at_line(error)}"
-        raise InputError(f"request: the loss, called as loss(outputs, target) with {seen}, raised: {where}") from error
+        raise InputError(f"request: the loss, called as loss(outputs, target) with {description}, raised: {where}") from error
     if not batch.loss.name and batch.loss.reads != "loss" and not bool(torch.isfinite(value)):
         number = float(value.detach())
         raise InputError(f"request: the loss is {number}, not a finite number; check the labels and the module's outputs")
@@ -190,15 +190,15 @@ def _check_function(batch: BatchLoss, inputs: Any, first: float, random: RandomS
         )
     state.written.update(state.changed(batch.module.named_buffers()))
     buffer = next(iter(sorted(state.written)), None)
-    attribute, drawn = buffer or state.changed_attribute(), random.drawn_from()
-    if attribute is None and not drawn:
+    attribute, is_random = buffer or state.changed_attribute(), random.drawn_from()
+    if attribute is None and not is_random:
         return
-    again = float(batch.loss.value(_result(batch, inputs), batch.target).detach())
-    allowed = 64 * torch.finfo(next(iter(batch.parameters.values())).dtype).eps * max(abs(first), abs(again))
-    if not abs(first - again) <= allowed:
-        why = "it draws random numbers" if drawn else f"it changes its {'' if buffer is None else 'buffer '}{attribute!r}"
+    repeat = float(batch.loss.value(_result(batch, inputs), batch.target).detach())
+    tolerance = 64 * torch.finfo(next(iter(batch.parameters.values())).dtype).eps * max(abs(first), abs(repeat))
+    if not abs(first - repeat) <= tolerance:
+        why = "it draws random numbers" if is_random else f"it changes its {'' if buffer is None else 'buffer '}{attribute!r}"
         raise InputError(
-            f"request: two calls of the module on the same inputs give different losses ({two_numbers(first, again)}): {why}; "
+            f"request: two calls of the module on the same inputs give different losses ({two_numbers(first, repeat)}): {why}; "
             "call module.eval(), turn dropout off, pass random numbers as an input, or keep counters out of the loss"
         )
 
@@ -213,7 +213,7 @@ def _refuse_infinite(inputs: Any) -> None:
 def _not_finite(batch: BatchLoss, inputs: Any) -> InputError:
     """Return the error for an output that is not finite: it names the first submodule that returned such a value."""
     reason = first_spoiled(lambda: _result(batch, inputs))
-    if MASKED not in reason:
+    if MASK_HINT not in reason:
         _refuse_infinite(inputs)
     layer = first_spoiled_module(batch.module, batch.result) or "the module's output"
     return InputError(f"request: {layer} is NaN or infinite{f' ({reason})' if reason else ''}")

@@ -36,17 +36,17 @@ def uniforms(seed: int, draws: int, numbers: Sequence[int], positions: int) -> T
     >>> bool((both[:, 2:, :3] == uniforms(0, 2, [2], 3)).all())
     True
     """
-    drawn = np.empty((draws, len(numbers), positions))
+    result = np.empty((draws, len(numbers), positions))
     for draw in range(draws):
         for k, number in enumerate(numbers):
             key, counter = np.array([seed, draw], dtype=np.uint64), np.array([0, number, 0, 0], dtype=np.uint64)
             raw = np.random.Philox(key=key, counter=counter).random_raw(positions)
-            drawn[draw, k] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return torch.from_numpy(drawn)
+            result[draw, k] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return torch.from_numpy(result)
 
 
 UNIT = 2.0**52
-"""What a probability of 1 is as an integer."""
+"""Integer that stands for a probability of 1."""
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int)
     [[[1, 0]], [[1, 0]], [[1, 0]]]
     """
     B, T, C = logits.shape
-    own = uniforms(seed, draws, numbers, T).reshape(draws, B * T).T  # (B T, draws)
+    thresholds = uniforms(seed, draws, numbers, T).reshape(draws, B * T).T  # (B T, draws)
     rows = logits.detach().reshape(B * T, C)
     labels = torch.empty(B * T, draws, dtype=torch.int64, device=logits.device)
     step = max(1, CHUNK // C)
@@ -69,7 +69,7 @@ def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int)
         part = slice(first, first + step)
         probabilities = torch.softmax(rows[part].to(wide(logits.device)), -1)
         cumulative = (probabilities * UNIT).long().cumsum_(-1)  # of integers, whose sums are the same in any order
-        levels = (own[part].to(probabilities) * cumulative[:, -1:]).long()
+        levels = (thresholds[part].to(probabilities) * cumulative[:, -1:]).long()
         labels[part] = torch.searchsorted(cumulative, levels.contiguous(), right=True).clamp_(max=C - 1)
     return labels.T.reshape(draws, B, T)
 
@@ -77,8 +77,8 @@ def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int)
 def sample_residuals(output: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
     """Return standard normal numbers of the output's shape, float64 (draws, *output.shape): the quantiles of the uniforms."""
     B = output.shape[0]
-    own = uniforms(seed, draws, numbers, output.numel() // B)
-    return torch.special.ndtri(own).reshape(draws, *output.shape)
+    probabilities = uniforms(seed, draws, numbers, output.numel() // B)
+    return torch.special.ndtri(probabilities).reshape(draws, *output.shape)
 
 
 KINDS = ("hessian", "ggn", "fisher", "fisher-mc", "fisher-empirical")
@@ -134,9 +134,9 @@ class Curvature:
             return batch
         with batch.at(), torch.no_grad():
             Z = batch.read()
-            others = _targets(batch, Z, self.draws if self.kind == "fisher-mc" else 0, self.seed)
-            own = batch.target.reshape(others.shape[0], *others.shape[2:])
-            return replace(batch, loss=batch.loss.sampled(), target=torch.cat((own.unsqueeze(1), others), 1))
+            drawn_targets = _targets(batch, Z, self.draws if self.kind == "fisher-mc" else 0, self.seed)
+            data_target = batch.target.reshape(drawn_targets.shape[0], *drawn_targets.shape[2:])
+            return replace(batch, loss=batch.loss.sampled(), target=torch.cat((data_target.unsqueeze(1), drawn_targets), 1))
 
 
 def check_fits(batch: BatchLoss, kind: str) -> None:

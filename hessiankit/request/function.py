@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 
-WHO = "from_function"
+CALLER = "from_function"
 
 
 class Function(nn.Module):
@@ -34,7 +34,7 @@ class Function(nn.Module):
         return self._function(_pytree.tree_unflatten(leaves, self._structure), *data)
 
 
-@checked(WHO, leave=("f", "params"))
+@checked(CALLER, leave=("f", "params"))
 def from_function(f: Callable[..., Tensor], params: Any) -> nn.Module:
     """Return a plain function as a module, so that every call takes it: Hessians in inputs, positions, activations, ...
 
@@ -59,13 +59,13 @@ def from_function(f: Callable[..., Tensor], params: Any) -> nn.Module:
     """
     if isinstance(f, nn.Module) or not callable(f):
         raise InputError(
-            f"{WHO}: f is a {type(f).__name__}; pass a function (params, *data) -> scalar (a module needs no wrapper)"
+            f"{CALLER}: f is a {type(f).__name__}; pass a function (params, *data) -> scalar (a module needs no wrapper)"
         )
     paths, structure = _pytree.tree_flatten_with_path(params)
     strange = next((x for _, x in paths if not (isinstance(x, Tensor) and x.is_floating_point())), None)
     if strange is not None or not paths:
         kind = strange.dtype if isinstance(strange, Tensor) else type(params if strange is None else strange).__name__
-        raise InputError(f"{WHO}: params holds {kind}; pass floating-point tensors, or a dict, list or tuple of them")
+        raise InputError(f"{CALLER}: params holds {kind}; pass floating-point tensors, or a dict, list or tuple of them")
     names = [".".join(str(_key(part)) for part in path) or "params" for path, _ in paths]
     leaves = [x if isinstance(x, nn.Parameter) else nn.Parameter(x.detach()) for _, x in paths]
     return Function(f, names, leaves, structure)

@@ -25,17 +25,17 @@ from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segme
 from hessiankit.tracing.stopped import held_values
 from hessiankit.tracing.trace import Trace
 
-OWN = 1e-7
-"""What torch's own formulas may be off by, relative to a gradient: hardsigmoid's constants are rounded to single precision."""
+FORMULA_ERROR = 1e-7
+"""Error of torch's own formulas, relative to a gradient: hardsigmoid's constants are rounded to single precision."""
 
 NOISE = 16.0
-"""How many times the noise of the gradient counts as rounding."""
+"""Multiple of the noise of the gradient that counts as rounding."""
 
 PART = 2**20
 """Entries that are compared at once."""
 
 UNCOMPARED = "; not compared with the module's own gradient"
-"""What the title of a result says where the comparison was switched off."""
+"""Words in the title of a result where the comparison was switched off."""
 
 
 class Handshake:
@@ -43,7 +43,7 @@ class Handshake:
 
     Args:
         batch: The whole batch.
-        parts: How many traces it is cut into, for :meth:`complete`.
+        parts: Number of traces that it is cut into, for :meth:`complete`.
     """
 
     def __init__(self, batch: BatchLoss, parts: int = 1) -> None:
@@ -76,12 +76,12 @@ class Handshake:
 
         On a device all are compared together in :meth:`close`, which waits for it once.
         """
-        own = self._batch.reference
-        if own is None:
+        reference = self._batch.reference
+        if reference is None:
             return False
         self._take(name, slope)
         self._missing[name] -= 1
-        if slope.device.type == "cpu" and not self._missing[name] and not self._differences(own, (name,)):
+        if slope.device.type == "cpu" and not self._missing[name] and not self._differences(reference, (name,)):
             self._agreed.add(name)
             del self._gradient[name]
         return name in self._gradient
@@ -95,47 +95,48 @@ class Handshake:
         Raises:
             TraceError: Loss or gradient differ by more than rounding: the message names the parameter and the likely cause.
         """
-        own = self._batch.reference
-        if own is None:  # the course is compared even where the gradient is not
+        reference = self._batch.reference
+        if reference is None:  # the course is compared even where the gradient is not
             if any(isinstance(step, NUMBER) for course in self._courses for step in course):
                 self._check_course()
             return
-        if self._differences(own, self._unsettled):
-            self._compare(own)
+        if self._differences(reference, self._unsettled):
+            self._compare(reference)
         if self._probes:  # values of which only the first derivative has been compared so far
-            stopped = held_values(lambda held: self._batch.own_gradient(stopped=held))
+            constants = held_values(lambda context: self._batch.own_gradient(context=context))
 
             def call_at(parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
-                own = self._batch.own_gradient(parameters, stopped)
-                return own.loss, own.gradient
+                result = self._batch.own_gradient(parameters, constants)
+                return result.loss, result.gradient
 
             verify_segments(self._probes, self._batch.parameters, call_at, self._batch.still)
 
-    def _compare(self, own: OwnGradient) -> None:
-        again = self._batch.own_gradient()
-        loss, eps = abs(own.loss - again.loss), self._eps
-        if loss > ROUNDING * eps * abs(own.loss):
+    def _compare(self, reference: OwnGradient) -> None:
+        repeat = self._batch.own_gradient()
+        loss, eps = abs(reference.loss - repeat.loss), self._eps
+        if loss > ROUNDING * eps * abs(reference.loss):
             raise TraceError(
-                f"trace: two calls of the module on the same data give different losses ({two_numbers(own.loss, again.loss)}), "
-                "so the loss is not a function of the parameters: it is random, depends on earlier calls, or reads something "
-                "that has changed since; call module.eval(), take what changes out of forward, or start anew"
+                "trace: two calls of the module on the same data give different losses "
+                f"({two_numbers(reference.loss, repeat.loss)}), so the loss is not a function of the parameters: it is random, "
+                "depends on earlier calls, or reads something that has changed since; "
+                "call module.eval(), take what changes out of forward, or start anew"
             )
-        apart = next((name for name, g in again.gradient.items() if self._moved(own.gradient[name], g)), None)
-        if apart is not None:
+        parameter = next((name for name, g in repeat.gradient.items() if self._moved(reference.gradient[name], g)), None)
+        if parameter is not None:
             raise TraceError(
-                f"trace: two calls of the module on the same data give different gradients in {apart!r}, so something that it "
-                "reads has changed since the first one, such as a flag; change it back, or start anew"
+                f"trace: two calls of the module on the same data give different gradients in {parameter!r}, so something that "
+                "it reads has changed since the first one, such as a flag; change it back, or start anew"
             )
         self._check_course()
         noise = _noise(self._batch, self._unsettled, eps)
-        floor = eps * scale_of_gradient(self._batch, again)
-        different = self._differences(again, self._unsettled, noise, dict.fromkeys(self._unsettled, floor))
+        floor = eps * scale_of_gradient(self._batch, repeat)
+        different = self._differences(repeat, self._unsettled, noise, dict.fromkeys(self._unsettled, floor))
         if "" not in different and different:
             errors, _ = rounding_errors(self._batch, {})
             sizes = {name: eps * float(_largest(errors[name])) for name in different}
-            different = self._differences(again, different, noise, sizes)
+            different = self._differences(repeat, different, noise, sizes)
         if different:
-            raise TraceError(self._message(again, different))
+            raise TraceError(self._message(repeat, different))
 
     def _check_course(self) -> None:
         """Raise an error if the module's own call takes another course than its trace: what looks like noise is a branch."""
@@ -144,29 +145,29 @@ class Handshake:
         batch, leaves = self._batch, list(self._batch.leaves.values())
         run = batch.read if batch.loss.name else lambda: call_and_loss(batch, [])
         with batch.at():
-            apart = leaves_course(run, leaves, self._courses[0])
-        if apart is not None:
-            own, traced, line = apart
+            divergence = leaves_course(run, leaves, self._courses[0])
+        if divergence is not None:
+            step_of_module, step_of_trace, line = divergence
             raise TraceError(
-                f"trace: the module's own call has {own} where its trace has {traced}{f', at {line}' if line else ''}: "
-                "rounding decides what it computes, by a number that it reads out of a tensor, as between entries that are "
-                "equal; keep such numbers out of it"
+                f"trace: the module's own call has {step_of_module} where its trace has {step_of_trace}"
+                f"{f', at {line}' if line else ''}: rounding decides what it computes, by a number that it reads out of a "
+                "tensor, as between entries that are equal; keep such numbers out of it"
             )
 
-    def _moved(self, before: Tensor | None, now: Tensor | None) -> bool:
+    def _moved(self, gradient: Tensor | None, repeat: Tensor | None) -> bool:
         """Tell whether two calls of the module itself have different gradients, by more than rounding."""
-        if before is None or now is None:
-            return before is not now
-        return float(_largest_difference(before, now)) > (OWN + ROUNDING * self._eps) * self._largest
+        if gradient is None or repeat is None:
+            return gradient is not repeat
+        return float(_largest_difference(gradient, repeat)) > (FORMULA_ERROR + ROUNDING * self._eps) * self._largest
 
     @property
     def _unsettled(self) -> tuple[str, ...]:
-        """What has not yet agreed: the loss, under "", and parameters."""
+        """Names that have not yet agreed: "" for the loss, and parameters."""
         return ("", *(name for name in self._batch.parameters if name not in self._agreed))
 
     def _differences(
         self,
-        own: OwnGradient,
+        reference: OwnGradient,
         names: Iterable[str],
         noise: Mapping[str, float] | None = None,
         errors: Mapping[str, float] | None = None,
@@ -177,42 +178,42 @@ class Handshake:
         formulas lose is no difference.
         """
         different: dict[str, float] = {}
-        for name, largest, others, difference in self._sizes(own, list(names)):
+        for name, largest, size_of_reference, difference in self._sizes(reference, list(names)):
             if not math.isfinite(largest):
                 continue  # the matrix is not finite either, and the error for that says where it comes from
-            size = max(largest, others)
-            allowed = ROUNDING * self._eps * size
+            size = max(largest, size_of_reference)
+            tolerance = ROUNDING * self._eps * size
             if name:  # what cancels is rounded as what it is made of, and that is no smaller than the gradient
-                allowed += ROUNDING * self._eps * self._largest
+                tolerance += ROUNDING * self._eps * self._largest
             if noise is not None:
-                allowed += OWN * size + NOISE * noise.get(name, 0.0)
-            allowed += ROUNDING * (errors or {}).get(name, 0.0)
-            if not difference <= allowed:
+                tolerance += FORMULA_ERROR * size + NOISE * noise.get(name, 0.0)
+            tolerance += ROUNDING * (errors or {}).get(name, 0.0)
+            if not difference <= tolerance:
                 different[name] = difference / size if size else math.inf  # where the module's own is NaN
         return different
 
-    def _sizes(self, own: OwnGradient, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
+    def _sizes(self, reference: OwnGradient, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
         """Yield names with the largest entry of the trace's gradient, of the module's own, and of their difference."""
         terms: dict[tuple[str, str], Tensor] = {}
         for name in filter(None, names):
-            mine, theirs = self._gradient.get(name), own.gradient[name]
-            if mine is not None and mine.numel():
-                terms[name, "mine"] = _largest(mine)
-            if theirs is not None and theirs.numel():
-                terms[name, "theirs"] = _largest(theirs)
-            if (name, "mine") in terms and (name, "theirs") in terms:
-                terms[name, "apart"] = _largest_difference(mine, theirs)  # type: ignore[arg-type]
+            slope_of_trace, slope_of_module = self._gradient.get(name), reference.gradient[name]
+            if slope_of_trace is not None and slope_of_trace.numel():
+                terms[name, "trace"] = _largest(slope_of_trace)
+            if slope_of_module is not None and slope_of_module.numel():
+                terms[name, "module"] = _largest(slope_of_module)
+            if (name, "trace") in terms and (name, "module") in terms:
+                terms[name, "difference"] = _largest_difference(slope_of_trace, slope_of_module)  # type: ignore[arg-type]
         sizes = dict(zip(terms, read_numbers(terms.values()), strict=True))
         for name in names:
             if name:
-                largest, others = (sizes.get((name, whose), 0.0) for whose in ("mine", "theirs"))
-                yield name, largest, others, sizes.get((name, "apart"), max(largest, others))
+                largest, size_of_reference = (sizes.get((name, source), 0.0) for source in ("trace", "module"))
+                yield name, largest, size_of_reference, sizes.get((name, "difference"), max(largest, size_of_reference))
             else:
-                yield name, abs(self._loss), abs(own.loss), abs(self._loss - own.loss)
+                yield name, abs(self._loss), abs(reference.loss), abs(self._loss - reference.loss)
 
-    def _message(self, own: OwnGradient, different: Mapping[str, float]) -> str:
+    def _message(self, reference: OwnGradient, different: Mapping[str, float]) -> str:
         name = max(different, key=lambda n: (n != "", different[n]))
-        slope = own.gradient[name] if name else None
+        slope = reference.gradient[name] if name else None
         if slope is not None and not bool(torch.isfinite(slope).all()):
             return (
                 f"trace: the module's own gradient with respect to {name!r} is NaN or infinite where that of the trace is not: "
@@ -220,15 +221,15 @@ class Handshake:
                 "away from such a point (torch.where or clamp before the operation as well as after it). handshake=False leaves "
                 "the comparison out"
             )
-        what = f"the gradient with respect to {name!r}" if name else "the loss"
-        seen = f"trace: {what}, as traced, is off by {different[name]:.1e} of that of the module's own call"
-        return f"{seen}: {self._cause(own, name)}; nothing is returned. handshake=False leaves the comparison out"
+        quantity = f"the gradient with respect to {name!r}" if name else "the loss"
+        finding = f"trace: {quantity}, as traced, is off by {different[name]:.1e} of that of the module's own call"
+        return f"{finding}: {self._cause(reference, name)}; nothing is returned. handshake=False leaves the comparison out"
 
-    def _cause(self, own: OwnGradient, name: str) -> str:
+    def _cause(self, reference: OwnGradient, name: str) -> str:
         leaf = self._batch.leaves.get(name)
         if leaf is not None and leaf._backward_hooks:
             return "a hook on the parameter changes its gradient, which then is not that of the loss; remove the hook"
-        if leaf is not None and own.gradient[name] is None:
+        if leaf is not None and reference.gradient[name] is None:
             return "autograd does not reach the parameter there (detach, .data, or requires_grad turned off in forward)"
         return (
             "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
@@ -249,15 +250,15 @@ def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([_largest(a - b) for a, b in parts]).amax()
 
 
-def scale_of_gradient(batch: BatchLoss, own: OwnGradient) -> float:
+def scale_of_gradient(batch: BatchLoss, reference: OwnGradient) -> float:
     """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
     rng = torch.Generator().manual_seed(0)
-    unchecked, gradients = batch.unchecked(), [own.gradient]
-    drawn = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in batch.parameters.items()}
+    unchecked, gradients = batch.unchecked(), [reference.gradient]
+    normals = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in batch.parameters.items()}
     points = (
-        {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in batch.parameters.items()},
-        drawn,
-        {name: 0.1 * x for name, x in drawn.items()},
+        {name: x + 0.1 * x.abs().max() * normals[name] if x.numel() else x for name, x in batch.parameters.items()},
+        normals,
+        {name: 0.1 * x for name, x in normals.items()},
     )
     for point in points:
         with suppress(Exception):  # whatever a module raises outside its domain
@@ -280,23 +281,23 @@ def _noise(batch: BatchLoss, names: Iterable[str], eps: float) -> dict[str, floa
     """
     rng = torch.Generator().manual_seed(0)
     unchecked, step = batch.unchecked(), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
-    every = {name: batch.state.values[name] for name, _ in batch.module.named_parameters()}
-    point = {name: x for name, x in every.items() if x.is_floating_point() and x.layout is torch.strided}
+    parameters = {name: batch.state.values[name] for name, _ in batch.module.named_parameters()}
+    point = {name: x for name, x in parameters.items() if x.is_floating_point() and x.layout is torch.strided}
     noise: dict[str, float] = {}
     for _ in range(2):
-        along = {}
+        displacement = {}
         for name, x in point.items():
             signs = torch.randint(0, 2, x.shape, generator=rng, device="cpu").to(x) * 2 - 1
-            along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
+            displacement[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
         sixth: dict[str, Tensor] = {}
         for k in range(7):
-            at = unchecked.own_gradient({name: x + (k + 1) * along[name] for name, x in point.items()})
+            at = unchecked.own_gradient({name: x + (k + 1) * displacement[name] for name, x in point.items()})
             terms = {"": torch.tensor(at.loss, dtype=torch.float64, device="cpu")} | {
                 n: g for n in names if (g := at.gradient.get(n)) is not None
             }
             for name, term in terms.items():
-                weighted = term.to(torch.float64) * ((-1) ** k * math.comb(6, k))
-                sixth[name] = sixth[name] + weighted if name in sixth else weighted
+                weighted_term = term.to(torch.float64) * ((-1) ** k * math.comb(6, k))
+                sixth[name] = sixth[name] + weighted_term if name in sixth else weighted_term
         for name, difference in ((n, x) for n, x in sixth.items() if x.numel()):
             noise[name] = min(noise.get(name, math.inf), float(_largest(difference)) / 924**0.5)
     return noise

@@ -52,7 +52,7 @@ class Loss:
         reads: Part of the result that the function is given: ``"logits"``, one tensor; ``"loss"``, the scalar that the module
             returns; ``"all"``, whatever it returns.
         equals: The loss of torch that it is; None where that is not known.
-        splits: Whether it depends on the parameters by :meth:`output` alone, so that it has a Gauss-Newton part.
+        splits: Whether the loss depends on the parameters by :meth:`output` alone, so that it has a Gauss-Newton part.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Loss:
         """
         value = self.function(self.read(result), target)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            description = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise InputError(
-                f"request: the loss returned {seen}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()"
+                f"request: the loss returned {description}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()"
             )
         return value.reshape(())
 
@@ -167,7 +167,7 @@ class Loss:
         part = self.read(result)
         if self.name or (self.reads != "loss" and isinstance(part, Tensor)):
             name = self.name or _closed_form(self.equals, part, target)
-            return replace(self, name=name, function=NAMED[name] if name else self.function, reads="logits")
+            return replace(self, name=name, function=FUNCTIONS[name] if name else self.function, reads="logits")
         logits = None if isinstance(result, Tensor) else member(result, "logits")
         return replace(self, splits=logits is not None and value is not logits and _is_behind(value, logits))
 
@@ -186,7 +186,7 @@ def read_loss(loss: LossArgument) -> Loss:
                 f"request: loss={loss!r} is not known; pass one of {', '.join(map(repr, NAMES))}, a callable "
                 "(outputs, target) -> scalar, or None if the module returns the loss itself"
             )
-        return Loss(loss, NAMED[loss], "logits", OF_TORCH[loss]())
+        return Loss(loss, FUNCTIONS[loss], "logits", OF_TORCH[loss]())
     if isinstance(loss, type):
         raise InputError(f"request: loss is the class {loss.__name__}; pass an instance, such as {loss.__name__}()")
     if not callable(loss):
@@ -241,11 +241,11 @@ def trained_parameters(loss: Callable[..., Any], module: nn.Module) -> dict[str,
         for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
             with suppress(ValueError):  # not bound yet
                 referred[name] = cell.cell_contents
-    named: dict[str, Any] = {}
+    candidates: dict[str, Any] = {}
     for name, x in referred.items():
-        named.update(x.named_parameters(name) if isinstance(x, nn.Module) else {name: x})
+        candidates.update(x.named_parameters(name) if isinstance(x, nn.Module) else {name: x})
     of_module = {id(p) for p in module.parameters()}
-    return {n: p for n, p in named.items() if isinstance(p, nn.Parameter) and p.requires_grad and id(p) not in of_module}
+    return {n: p for n, p in candidates.items() if isinstance(p, nn.Parameter) and p.requires_grad and id(p) not in of_module}
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1), ignore_index=IGNORE_INDEX)
 
 
-NAMED: dict[str, Callable[[Any, Any], Tensor]] = {"mse": mean_square, "cross_entropy": _cross_entropy}
+FUNCTIONS: dict[str, Callable[[Any, Any], Tensor]] = {"mse": mean_square, "cross_entropy": _cross_entropy}
 
 
 def _closed_form(equals: nn.Module | None, output: Tensor, target: Any) -> str:
@@ -284,12 +284,12 @@ def _is_behind(value: Tensor, output: Tensor) -> bool:
 
 
 def _missing(result: Any, key: str) -> str:
-    expected = f"one tensor, an object or dict with {key!r}, or a tuple with one number"
+    expectation = f"one tensor, an object or dict with {key!r}, or a tuple with one number"
     remedy = "the labels that it computes its loss from among the inputs, or loss=... and target=..."
     if key != "loss":
-        expected = f"one tensor, an object or dict with {key!r}, or an object, dict or tuple with one floating-point tensor"
+        expectation = f"one tensor, an object or dict with {key!r}, or an object, dict or tuple with one floating-point tensor"
         remedy = "a callable loss=f(outputs, target), which is given the whole of it, or wrap the module"
-    return f"request: the module returned {_describe(result, key)}, expected {expected}; pass {remedy}"
+    return f"request: the module returned {_describe(result, key)}, expected {expectation}; pass {remedy}"
 
 
 def _name_of(function: Callable[..., Any]) -> str:

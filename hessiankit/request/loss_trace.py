@@ -40,14 +40,14 @@ class LossTrace:
                 derivatives in the output alone are then no part of the Hessian's.
         """
         assert self.output is not None
-        after, trace = self.trace.descendants(self.output) - {self.output}, self.trace
+        descendants, trace = self.trace.descendants(self.output) - {self.output}, self.trace
         mixed: set[int] = set()
         for a in trace.applications:
-            if a.output not in after:
+            if a.output not in descendants:
                 continue
-            moving = [at for at in a.inputs if at in trace.moving]
-            beside = [at for at in moving if at in mixed or not (at in after or at == self.output)]
-            if not beside:
+            moving_inputs = [at for at in a.inputs if at in trace.moving]
+            bypasses = [at for at in moving_inputs if at in mixed or not (at in descendants or at == self.output)]
+            if not bypasses:
                 continue
             mixed.add(a.output)
             if _has_curvature(trace, a):
@@ -56,26 +56,26 @@ class LossTrace:
                     "no Gauss-Newton part J^T L'' J; let the module apply these parameters to its output, or add their term to "
                     "the loss. kind='hessian' takes any loss"
                 )
-        return after
+        return descendants
 
 
-def loss_trace(batch: BatchLoss, *, later: bool = False) -> LossTrace:
+def loss_trace(batch: BatchLoss, *, is_deferred: bool = False) -> LossTrace:
     """Trace a module and its loss into one scalar: the module's own call, and the loss's, as the user makes them.
 
     Args:
         batch: The loss of one batch.
-        later: Whether the trace is read when the caller may have written into tensors that are not the module's or the data.
+        is_deferred: Whether the caller may have written into tensors beside the module's and the data when the trace is read.
     """
-    kept = batch.kept if later else None
+    addresses = batch.stable_addresses if is_deferred else None
     with batch.at():
         if batch.loss.name:
-            return _named(batch, kept)
+            return _named(batch, addresses)
         outputs: list[Tensor] = []
-        traced = trace_call(lambda: call_and_loss(batch, outputs), batch.leaves, kept)
+        trace = trace_call(lambda: call_and_loss(batch, outputs), batch.leaves, addresses)
     if not outputs:
-        return LossTrace(traced, None)
-    at = traced.marked[0]
-    return LossTrace(traced, traced.add_value(outputs[0].detach()) if at is None else at)
+        return LossTrace(trace, None)
+    at = trace.marked[0]
+    return LossTrace(trace, trace.add_value(outputs[0].detach()) if at is None else at)
 
 
 @torch.no_grad()
@@ -91,15 +91,15 @@ def _has_curvature(trace: Trace, a: Application) -> bool:
     return any(is_moving and x is not None and bool(x.any()) for x, is_moving in zip(covectors, moves, strict=True))
 
 
-def _named(batch: BatchLoss, kept: set[int] | None) -> LossTrace:
-    traced = trace_call(lambda: (batch.read(),), batch.leaves, kept)
-    output, z = traced.output, traced.values[traced.output]
-    traced.marked = (output,)
+def _named(batch: BatchLoss, addresses: set[int] | None) -> LossTrace:
+    trace = trace_call(lambda: (batch.read(),), batch.leaves, addresses)
+    output, z = trace.output, trace.values[trace.output]
+    trace.marked = (output,)
     primitive = batch.loss.primitive(batch.normalizer)
     with torch.no_grad():
         value = primitive.value(z, batch.target)
-    traced.output = traced.apply(primitive, (output, traced.add_value(batch.target)), value, batch.loss.name)
-    return LossTrace(traced, output)
+    trace.output = trace.apply(primitive, (output, trace.add_value(batch.target)), value, batch.loss.name)
+    return LossTrace(trace, output)
 
 
 def call_and_loss(batch: BatchLoss, outputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -145,14 +145,14 @@ def _halves(numbers: Tensor) -> Iterator[Tensor]:
         yield from (numbers[odd], numbers[~odd])
 
 
-def _agrees_on_parts(batch: BatchLoss, whole: Tensor, parts: Iterable[Tensor]) -> bool:
+def _agrees_on_parts(batch: BatchLoss, output: Tensor, parts: Iterable[Tensor]) -> bool:
     """Compare the output on parts of the samples with that on all of them."""
-    if whole.ndim == 0 or whole.shape[0] != batch.n_samples:
+    if output.ndim == 0 or output.shape[0] != batch.n_samples:
         return False
-    tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
+    tolerance = min(1e3 * torch.finfo(output.dtype).eps, 1e-3) * float(output.abs().max())
     for rows in parts:
         part = batch.part(rows).read().detach()
-        if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
+        if part.shape != output[rows].shape or not bool((part - output[rows]).abs().max() <= tolerance):
             return False
     return True
 
@@ -160,8 +160,8 @@ def _agrees_on_parts(batch: BatchLoss, whole: Tensor, parts: Iterable[Tensor]) -
 def nearby(point: ModulePoint, size: float = 0.1) -> dict[str, Tensor]:
     """Return generic parameters near those of a module at a point; each moves by about ``size`` times its largest entry."""
     generator = torch.Generator().manual_seed(0)
-    moved = {}
+    parameters = {}
     for name, p in point.parameters.items():
         step = size * (float(p.abs().max()) or 1.0)
-        moved[name] = p + step * torch.randn(p.shape, generator=generator, device="cpu").to(p)
-    return moved
+        parameters[name] = p + step * torch.randn(p.shape, generator=generator, device="cpu").to(p)
+    return parameters

@@ -18,8 +18,8 @@ def read_point(module: nn.Module, params: Params, loss: Callable[..., Any], *, s
 
     Args:
         module: The user's module.
-        params: As in :func:`hessiankit.hessian`.
-        loss: What else is called and may hold something that a call changes.
+        params: Argument of :func:`hessiankit.hessian`.
+        loss: Function that is called too and may hold something that a call changes.
         share: Hold the module's parameters themselves, in place of copies.
 
     Raises:

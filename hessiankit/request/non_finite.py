@@ -1,4 +1,4 @@
-"""Where NaN and infinity arise: the first entry of a tensor, the first operation of a run, the first submodule."""
+"""Origin of NaN and infinity: the first entry of a tensor, the first operation of a run, the first submodule."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def _readable(x: Tensor) -> Tensor:
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     """Tell of each tensor whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
     tensors = list(map(_readable, tensors))
-    summed = [x if x.is_floating_point() else torch.isfinite(x).logical_not() for x in tensors]
-    sums = read_numbers(x.sum() for x in summed)
+    terms = [x if x.is_floating_point() else torch.isfinite(x).logical_not() for x in tensors]
+    sums = read_numbers(x.sum() for x in terms)
     return [
         total == 0 if x is not y else math.isfinite(total) or bool(torch.isfinite(x).all())
-        for x, y, total in zip(tensors, summed, sums, strict=True)
+        for x, y, total in zip(tensors, terms, sums, strict=True)
     ]
 
 
-MASKED = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"
-NORM = "a norm meets a constant row with eps = 0: use eps > 0, or rows that are not constant"
-OTHER = (
+MASK_HINT = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"
+NORM_HINT = "a norm meets a constant row with eps = 0: use eps > 0, or rows that are not constant"
+GENERAL_HINT = (
     "keep its inputs away from where it is not defined (a division by 0, a norm of a constant row), or use a wider dtype if a "
     "value overflows"
 )
 
 
-class _Found(BaseException):
+class _NonFiniteResult(BaseException):
     """Ends the forward pass at the operation in question."""
 
 
@@ -63,7 +63,7 @@ class _NonFiniteWatch(TorchDispatchMode):
         """Run an operation, and stop where its result is spoiled and none of its inputs is."""
         result = func(*args, **(kwargs or {}))
         if self._any_spoiled(result) and not self._any_spoiled((args, kwargs)):
-            raise _Found(_reason(func, args))
+            raise _NonFiniteResult(_reason(func, args))
         return result
 
     def _any_spoiled(self, tree: Any) -> bool:
@@ -82,7 +82,7 @@ def first_spoiled(run: Callable[[], Any]) -> str:
         try:
             with torch.no_grad(), _NonFiniteWatch(spoiled):
                 run()
-        except _Found as stop:
+        except _NonFiniteResult as stop:
             return f"{at_line(stop, 'at {}: ')}{stop}"
     return ""
 
@@ -91,10 +91,10 @@ def _reason(func: Any, args: Any) -> str:
     name = str(func)
     first = next((x for x in args if isinstance(x, Tensor)), None)
     if "softmax" in name and first is not None and bool((first == -torch.inf).all(-1).any()):
-        return MASKED
+        return MASK_HINT
     if "norm" in name and "weight_norm" not in name:
-        return NORM
-    return f"{name} is the first to return NaN or infinity; {OTHER}"
+        return NORM_HINT
+    return f"{name} is the first to return NaN or infinity; {GENERAL_HINT}"
 
 
 def first_spoiled_module(module: nn.Module, run: Callable[[], Any]) -> str:

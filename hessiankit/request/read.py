@@ -25,14 +25,14 @@ from hessiankit.tracing.graph import edges_behind
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked, read and checked; made by :func:`read_request`.
+    """Module, data, loss and parameters of a call, read and checked; made by :func:`read_request`.
 
     The loss of all batches is sum_b count_b loss_b, divided by the sum of the counts where the reduction is "mean".
 
     Attributes:
         point: The module, and the parameters to differentiate with respect to.
         loss: The loss as it was passed; that of a batch also knows its closed form.
-        curvature: Which matrix is meant: the Hessian, or a Gauss-Newton matrix.
+        curvature: Matrix that is meant: the Hessian, or a Gauss-Newton matrix.
         pairs: (inputs, target) of each batch, which are drawn once.
         counts: The weight of each, and the rule by which batches are put together.
         handshake: Whether results are compared with the module's own loss and gradient.
@@ -52,10 +52,10 @@ class Request:
         first, batch = 0, None
         for number, (inputs, target) in enumerate(self.pairs):
             if count := self.counts.of(number, inputs, target):
-                called = first_call(self.point, self.loss, inputs, target, handshake=self.handshake)
+                batch_loss = first_call(self.point, self.loss, inputs, target, handshake=self.handshake)
                 if batch is None:
-                    _warn_of_constants(called)
-                batch = self.curvature.of(replace(called, count=count, first=first))
+                    _warn_of_constants(batch_loss)
+                batch = self.curvature.of(replace(batch_loss, count=count, first=first))
                 hand_back_memory(self.point.size)
                 yield batch
             first += len(target) if isinstance(target, Tensor) and target.ndim else 1
@@ -73,7 +73,7 @@ class Request:
         Raises:
             InputError: There are several.
         """
-        if self.counts.several:
+        if self.counts.is_many:
             raise InputError("request: several batches; pass one (inputs, target=...)")
         return next(self.batches())
 
@@ -104,7 +104,8 @@ def read_request(
     The module, the parameters, the loss and the weights are checked here, once; each batch as it is drawn.
 
     Args:
-        module: As in :func:`hessiankit.hessian`, like ``inputs`` and ``target``; :class:`RequestArguments` explains the others.
+        module: Argument of :func:`hessiankit.hessian`, like ``inputs`` and ``target``; :class:`RequestArguments` explains
+            the others.
         share: Hold the module's parameters themselves, in place of copies.
         compares: Whether the caller can compare second derivatives with differences of the module's own gradient.
 
@@ -123,11 +124,11 @@ def read_request(
         where = f"with kind={kind!r}" if compares else "in other calls than hessian and hessian_operator"
         raise InputError(f"request: handshake={handshake!r} compares products with the Hessian; {where} pass handshake=True")
     check_surroundings("request", module)
-    several, pairs, loss = read_data(inputs, target, loss, module)
-    read = read_loss(loss)
-    counts = Counts(read, weights, reduction, several=several)
-    point = read_point(module, repeatable(params), read.function, share=share)
-    return Request(point, read, curvature, pairs, counts, bool(handshake), second_order and kind == "hessian")
+    is_many, pairs, loss = read_data(inputs, target, loss, module)
+    criterion = read_loss(loss)
+    counts = Counts(criterion, weights, reduction, is_many=is_many)
+    point = read_point(module, repeatable(params), criterion.function, share=share)
+    return Request(point, criterion, curvature, pairs, counts, bool(handshake), second_order and kind == "hessian")
 
 
 def _warn_of_constants(batch: BatchLoss) -> None:

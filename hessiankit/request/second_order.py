@@ -27,7 +27,7 @@ SECOND_ORDER = "second order"
 VARIABLE = "HESSIANKIT_HANDSHAKE"
 """Environment variable that makes ``handshake="second order"`` the default, for the tests of a project."""
 
-ALLOWED = 100.0
+TOLERANCE = 100.0
 """A difference of so many times what rounding explains is none: differences at one step leave a part of it open."""
 
 OTHER_STEPS = (1e-2, 1e-3, 1e-4, 1e-6)
@@ -60,44 +60,46 @@ def compare_second_order(batches: Sequence[BatchLoss], eps: float, product: Call
     Raises:
         TraceError: The two differ by more than rounding at every step.
     """
-    point, allowed = batches[0].parameters, ALLOWED * rounding(eps)
-    if allowed > 1:
+    point, tolerance = batches[0].parameters, TOLERANCE * rounding(eps)
+    if tolerance > 1:
         return
     tangents = generic_direction(point, batches[0].still)
     flat = product(torch.cat([tangents[name].reshape(-1).to(batches[0].dtype) for name in point]))
-    ours = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in point.values()]), point.values(), strict=True)]
-    held = [held_values(partial(_first_call, batch)) for batch in batches]
+    products = [
+        part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in point.values()]), point.values(), strict=True)
+    ]
+    contexts = [held_values(partial(_first_call, batch)) for batch in batches]
 
     def gradient(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         total = [torch.zeros_like(x) for x in at]
-        for batch, stopped in zip(batches, held, strict=True):
-            own = batch.own_gradient(dict(zip(point, at, strict=True)), stopped).gradient
+        for batch, context in zip(batches, contexts, strict=True):
+            slopes = batch.own_gradient(dict(zip(point, at, strict=True)), context).gradient
             for x, name in zip(total, point, strict=True):
-                slope = own[name]
+                slope = slopes[name]
                 if slope is not None:
                     x += batch.share * slope
         return tuple(total)
 
-    values, along = tuple(point.values()), tuple(tangents[name] for name in point)
+    values, direction = tuple(point.values()), tuple(tangents[name] for name in point)
 
     def gaps(steps: Sequence[float], weights: Sequence[float], rounding_error: float) -> Iterator[tuple[float, str]]:
         for step in steps:
-            for theirs in estimates(gradient, values, along, (step,), weights):
-                pairs = dict(zip(point, zip(ours, theirs, strict=True), strict=True))
+            for differences in estimates(gradient, values, direction, (step,), weights):
+                pairs = dict(zip(point, zip(products, differences, strict=True), strict=True))
                 yield _largest_gap(pairs, ROUNDING * rounding_error / step)
 
-    if any(gap <= allowed for gap, _ in gaps((eps ** (1 / 3),), (0.5,), eps * _steepest(batches[0]))):
+    if any(gap <= tolerance for gap, _ in gaps((eps ** (1 / 3),), (0.5,), eps * _steepest(batches[0]))):
         return
     eps, error = _rounding(batches, tangents)
-    allowed = ALLOWED * rounding(eps)
-    if allowed > 1:
+    tolerance = TOLERANCE * rounding(eps)
+    if tolerance > 1:
         return
-    found = []
+    disagreements = []
     for gap, name in gaps((eps ** (1 / 3), *OTHER_STEPS), FEWER_WEIGHTS, error):
-        found.append((gap, name))
-        if gap <= allowed:
+        disagreements.append((gap, name))
+        if gap <= tolerance:
             return
-    gap, name = min(found, default=(math.inf, next(iter(point))))
+    gap, name = min(disagreements, default=(math.inf, next(iter(point))))
     raise TraceError(
         f"trace: H v for a generic vector v differs from central differences of the module's own gradient, by {gap:.1e} of its "
         f"largest entry with respect to {name!r}: a second derivative is wrong, or the loss has a kink here; nothing is "
@@ -105,8 +107,8 @@ def compare_second_order(batches: Sequence[BatchLoss], eps: float, product: Call
     )
 
 
-def _first_call(batch: BatchLoss, stopped: AbstractContextManager[Any]) -> None:
-    with batch.at(), stopped:
+def _first_call(batch: BatchLoss, context: AbstractContextManager[Any]) -> None:
+    with batch.at(), context:
         batch.value()
 
 
@@ -122,8 +124,8 @@ def _rounding(batches: Sequence[BatchLoss], tangents: Mapping[str, Tensor]) -> t
     for batch in batches:
         units.append(loss_trace(batch).trace.eps)
         gradient, product = rounding_errors(batch, tangents)
-        own = scale_of_gradient(batch, batch.own_gradient())
-        errors.append(batch.share * max(own, *(float(x.abs().max()) for kind in (gradient, product) for x in kind.values())))
+        scale = scale_of_gradient(batch, batch.own_gradient())
+        errors.append(batch.share * max(scale, *(float(x.abs().max()) for kind in (gradient, product) for x in kind.values())))
     return max(units), max(units) * math.fsum(errors)
 
 
@@ -133,8 +135,8 @@ def _largest_gap(pairs: dict[str, tuple[Tensor, Tensor | None]], noise: float) -
     A parameter whose entries are far below those of the whole is measured by these, as its rounding errors are.
     """
     terms: list[Tensor] = []
-    for ours, theirs in pairs.values():
-        terms += [ours, ours, ours] if theirs is None else [ours, theirs, ours - theirs]
+    for product, difference in pairs.values():
+        terms += [product, product, product] if difference is None else [product, difference, product - difference]
     numbers = iter(read_numbers(x.abs().max() for x in terms))
     rows = {name: (max(next(numbers), next(numbers)), next(numbers)) for name in pairs}
     floor = torch.finfo(terms[0].dtype).eps ** 0.25 * max(size for size, _ in rows.values())

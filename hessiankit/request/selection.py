@@ -1,4 +1,4 @@
-"""Which parameters a user means: names, patterns, parameter objects, and parts of a parameter such as ``"w[:, 0:32]"``."""
+"""Selection of parameters by a user: names, patterns, parameter objects, and parts of a parameter such as ``"w[:, 0:32]"``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from hessiankit.support.errors import InputError, nearest
 
 
-def check_surroundings(who: str, module: nn.Module) -> None:
+def check_surroundings(caller: str, module: nn.Module) -> None:
     """Refuse contexts in which torch computes something else than outside, and modules whose tensors are spread over processes.
 
     Raises:
@@ -26,24 +26,25 @@ def check_surroundings(who: str, module: nn.Module) -> None:
     """
     if torch._C._functorch.maybe_current_level() is not None:
         raise InputError(
-            f"{who}: called within a transform of torch.func (vmap, grad, jvp ...), whose tensors have no values of their own; "
-            "call it outside, once for each sample"
+            f"{caller}: called within a transform of torch.func (vmap, grad, jvp ...), whose tensors have no values of their "
+            "own; call it outside, once for each sample"
         )
-    check_unsharded(who, module)
+    check_unsharded(caller, module)
     first = next(module.parameters(), None)
-    here = torch.device("cpu") if first is None else first.device
-    kinds = [kind for kind in dict.fromkeys((here.type, "cpu")) if torch.amp.is_autocast_available(kind)]
+    device = torch.device("cpu") if first is None else first.device
+    kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
     lowered = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
     if lowered is not None:
         raise InputError(
-            f"{who}: called within torch.autocast({lowered!r}, {torch.get_autocast_dtype(lowered)}), which would lower the "
+            f"{caller}: called within torch.autocast({lowered!r}, {torch.get_autocast_dtype(lowered)}), which would lower the "
             "precision of the derivatives too; call it outside, on a module in one dtype"
         )
     default = torch.get_default_device()
-    if first is not None and default.type not in (here.type, "cpu"):
+    if first is not None and default.type not in (device.type, "cpu"):
         raise InputError(
-            f"{who}: torch's default device is {default} (torch.device as a context, or set_default_device), but the parameters "
-            f"are on {here}, and tensors made on the way would lie apart; call it within torch.device({str(here)!r})"
+            f"{caller}: torch's default device is {default} (torch.device as a context, or set_default_device), but the "
+            f"parameters are on {device}, and tensors made on the way would lie apart; call it within "
+            f"torch.device({str(device)!r})"
         )
 
 
@@ -51,14 +52,14 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
 """Names of torch's classes of sharded modules and parameters; to import the classes takes as long as torch itself."""
 
 
-def check_unsharded(who: str, module: nn.Module) -> None:
+def check_unsharded(caller: str, module: nn.Module) -> None:
     """Raise InputError for a module whose parameters are spread over processes, or were gathered by a call of it."""
     for name, part in (*module.named_modules(), *module.named_parameters()):
         kind = next((base.__name__ for base in type(part).__mro__ if base.__name__ in SHARDED), None)
         if kind is not None:
             raise InputError(
-                f"{who}: {repr(name) if name else 'the module'} is sharded ({kind}), and only part of its values is here; pass a "
-                "whole copy of the module, or use hessiankit.training.distributed: hessian_operator(..., replica=) for "
+                f"{caller}: {repr(name) if name else 'the module'} is sharded ({kind}), and only part of its values is here; "
+                "pass a whole copy of the module, or use hessiankit.training.distributed: hessian_operator(..., replica=) for "
                 "products, sharpness for block types"
             )
 
@@ -69,7 +70,7 @@ Index: TypeAlias = "tuple[BasicIndex, ...]"
 T = TypeVar("T")
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-_EXPECTED = "expected names, patterns or parameters of the module, e.g. params=['*.weight'] or params=list(module.parameters())"
+_ITEM_FORM = "expected names, patterns or parameters of the module, e.g. params=['*.weight'] or params=list(module.parameters())"
 _FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or several of these as in [0:4; 12:16]"
 
 
@@ -82,15 +83,15 @@ class ByName(dict[str, T]):
     """Something of each parameter, by the name that ``named_parameters()`` gives it.
 
     Attributes:
-        also: The other names of tied parameters -> the listed one.
+        aliases: The other names of tied parameters -> the listed one.
     """
 
-    def __init__(self, items: Iterable[tuple[str, T]] = (), also: Mapping[str, str] | None = None) -> None:
+    def __init__(self, items: Iterable[tuple[str, T]] = (), aliases: Mapping[str, str] | None = None) -> None:
         super().__init__(items)
-        self.also = dict(also or {})
+        self.aliases = dict(aliases or {})
 
 
-def parse_part(text: str, who: str = "parse_part") -> tuple[str, Index | None]:
+def parse_part(text: str, caller: str = "parse_part") -> tuple[str, Index | None]:
     """Split ``"name[index]"`` into the name and the index; the index is None where there are no brackets.
 
     An index is NumPy's basic indexing: integers, slices and ``...``, with commas between the axes. Several of them, with
@@ -110,15 +111,15 @@ def parse_part(text: str, who: str = "parse_part") -> tuple[str, Index | None]:
     text = text.strip()
     if not text.endswith("]") or "[" not in text:
         return text, None
-    name, _, inside = text[:-1].partition("[")
-    index = _parse_index(inside)
+    name, _, index_text = text[:-1].partition("[")
+    index = _parse_index(index_text)
     if index is None:
-        raise InputError(f"{who}: cannot read the index in {text!r}; {_FORM}")
+        raise InputError(f"{caller}: cannot read the index in {text!r}; {_FORM}")
     return name.strip(), index
 
 
-def _parse_index(inside: str) -> Index | None:
-    parsed = [_parse_basic(part) for part in inside.split(";")]
+def _parse_index(index_text: str) -> Index | None:
+    parsed = [_parse_basic(part) for part in index_text.split(";")]
     return None if None in parsed else tuple(parsed)  # type: ignore[arg-type]
 
 
@@ -137,15 +138,15 @@ def _parse_basic(text: str) -> BasicIndex | None:
     return None if any(isinstance(item, slice) and item.step == 0 for item in items) else tuple(items)
 
 
-def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of_part") -> Tensor:
+def rows_of_part(shape: Sequence[int], index: Index | None, prefix: str = "rows_of_part") -> Tensor:
     """Return the positions in vec_r of a tensor of this shape that an index selects, all different, in NumPy's order.
 
     NumPy would cut a slice that reaches beyond the tensor; here every bound has to lie within it.
 
     Args:
         shape: Shape of the whole tensor.
-        index: What :func:`parse_part` returns; None selects everything.
-        what: What an error message starts with.
+        index: Result of :func:`parse_part`; None selects everything.
+        prefix: Start of an error message.
 
     Raises:
         InputError: If the index has too many axes, reaches beyond the tensor, selects nothing or an entry twice.
@@ -157,34 +158,34 @@ def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of
     """
     if index is None:
         return torch.arange(math.prod(shape), device="cpu")
-    rows = torch.cat([_rows_of_basic(tuple(shape), basic, what) for basic in index])
+    rows = torch.cat([_rows_of_basic(tuple(shape), basic, prefix) for basic in index])
     if rows.numel() == 0:
-        raise InputError(f"{what}: the index selects nothing of shape {tuple(shape)}; ask for at least one entry")
+        raise InputError(f"{prefix}: the index selects nothing of shape {tuple(shape)}; ask for at least one entry")
     if len(index) > 1 and rows.unique().numel() != rows.numel():
-        raise InputError(f"{what}: the indices between semicolons overlap; each entry may be selected once")
+        raise InputError(f"{prefix}: the indices between semicolons overlap; each entry may be selected once")
     return rows
 
 
-def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, what: str) -> Tensor:
+def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, prefix: str) -> Tensor:
     axes = len(index) - (Ellipsis in index)
     if axes > len(shape):
-        raise InputError(f"{what}: the index has {axes} axes, but the parameter has shape {shape}; drop {axes - len(shape)}")
+        raise InputError(f"{prefix}: the index has {axes} axes, but the parameter has shape {shape}; drop {axes - len(shape)}")
     at = index.index(Ellipsis) if Ellipsis in index else len(index)
     full = [*index[:at], *[slice(None)] * (len(shape) - axes), *index[at + 1 :]]
     flat = torch.zeros(1, dtype=torch.int64, device="cpu")
     for axis, (size, item) in enumerate(zip(shape, full, strict=True)):
-        here = f"{what}: axis {axis} of shape {shape} has {size} entries"
+        axis_prefix = f"{prefix}: axis {axis} of shape {shape} has {size} entries"
         bounds = (item.start, item.stop) if isinstance(item, slice) else ()
-        beyond = [b for b in bounds if b is not None and not -size <= b <= size]
-        if beyond:
-            raise InputError(f"{here}, the slice reaches to {beyond[0]}; expected bounds of {-size} to {size}")
+        excess = [b for b in bounds if b is not None and not -size <= b <= size]
+        if excess:
+            raise InputError(f"{axis_prefix}, the slice reaches to {excess[0]}; expected bounds of {-size} to {size}")
         if isinstance(item, int) and not -size <= item < size:
-            raise InputError(f"{here}, the index is {item}; expected {-size} to {size - 1}")
+            raise InputError(f"{axis_prefix}, the index is {item}; expected {-size} to {size - 1}")
         flat = (flat[:, None] * size + torch.from_numpy(np.arange(size)[item].reshape(-1).copy())).reshape(-1)
     return flat
 
 
-def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
+def locate(caller: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
     """Return the parameter of a name or ``"name[index]"``, and the positions in its vec_r (None: all of them).
 
     Other names of tied parameters are understood where ``shapes`` is :class:`ByName`.
@@ -196,19 +197,19 @@ def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tup
     ('w', tensor([3, 4, 5]))
     """
     if not isinstance(text, str):
-        seen = f"{text!r}, of type {type(text).__name__}" if isinstance(text, int) else f"of type {type(text).__name__}"
-        raise InputError(f"{who}: a parameter is asked for by its name, not by a value {seen}; {_names(list(shapes))}")
-    also = getattr(shapes, "also", {})
-    if (whole := also.get(text, text)) in shapes:
-        return whole, None
-    name, index = parse_part(text, who)
-    name = also.get(name, name)
+        kind = f"{text!r}, of type {type(text).__name__}" if isinstance(text, int) else f"of type {type(text).__name__}"
+        raise InputError(f"{caller}: a parameter is asked for by its name, not by a value {kind}; {_names(list(shapes))}")
+    aliases = getattr(shapes, "aliases", {})
+    if (full_name := aliases.get(text, text)) in shapes:
+        return full_name, None
+    name, index = parse_part(text, caller)
+    name = aliases.get(name, name)
     if name not in shapes:
-        raise InputError(f"{who}: no parameter {name!r}; {_close(name, list(shapes))}")
-    return name, None if index is None else rows_of_part(shapes[name], index, f"{who}: {text!r}")
+        raise InputError(f"{caller}: no parameter {name!r}; {_close(name, list(shapes))}")
+    return name, None if index is None else rows_of_part(shapes[name], index, f"{caller}: {text!r}")
 
 
-def chosen(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor | None]:
+def chosen(caller: str, selection: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor | None]:
     """Return the parameters that names, patterns, ``"name[index]"`` or a list of these mean, in the order of ``shapes``.
 
     Each comes with the positions in its vec_r, each position once; None: all of them.
@@ -220,38 +221,38 @@ def chosen(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict
     {'a.w': tensor([2, 3]), 'a.b': None}
     """
     parts: dict[str, list[Tensor | None]] = {}
-    for item in wanted if isinstance(wanted, (list, tuple, set)) else [wanted]:
+    for item in selection if isinstance(selection, (list, tuple, set)) else [selection]:
         for name in _meant(item, shapes):
-            whole, rows = locate(who, name, shapes)
-            parts.setdefault(whole, []).append(rows)
+            parameter, rows = locate(caller, name, shapes)
+            parts.setdefault(parameter, []).append(rows)
     if not parts:
-        raise InputError(f"{who}: an empty list selects no parameter; pass names or patterns")
+        raise InputError(f"{caller}: an empty list selects no parameter; pass names or patterns")
     return {name: _union(parts[name]) for name in shapes if name in parts}
 
 
 def _union(rows: list[Tensor | None]) -> Tensor | None:
     """Return all positions of several selections; those of a single one in their own order."""
-    known = [at for at in rows if at is not None]
-    return None if len(known) < len(rows) else known[0] if len(known) == 1 else torch.cat(known).unique()
+    positions = [at for at in rows if at is not None]
+    return None if len(positions) < len(rows) else positions[0] if len(positions) == 1 else torch.cat(positions).unique()
 
 
 def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
     """Return the names that a pattern matches, each with the pattern's index if it has one; anything else as it is."""
-    names = (*shapes, *getattr(shapes, "also", {}))
+    names = (*shapes, *getattr(shapes, "aliases", {}))
     if not isinstance(item, str) or item in names:
         return [item]
     matching = [name for name in names if fnmatchcase(name, item)]
-    pattern, bracket, inside = item.rpartition("[")
+    pattern, bracket, index_text = item.rpartition("[")
     if not matching and bracket and item.endswith("]"):
-        matching = [f"{name}[{inside}" for name in names if fnmatchcase(name, pattern)]
+        matching = [f"{name}[{index_text}" for name in names if fnmatchcase(name, pattern)]
     return matching or [item]
 
 
-def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tensor]:
+def select(caller: str, module: nn.Module, params: Params = None) -> dict[str, Tensor]:
     """Return the parameters that ``params`` means, detached, in the order of ``named_parameters()``.
 
     Args:
-        who: The function on whose behalf parameters are chosen; every error message starts with it.
+        caller: The function on whose behalf parameters are chosen; every error message starts with it.
         params: None, all that require grad; or one of these, or an iterable of them: a name; a pattern (``"*.attn.*"``,
             ``"layers.[01].*"``, case matters), which means the parameters that require grad among its matches; a
             parameter object of the module; ``"name[index]"`` (see :func:`parse_part`; the name may be a pattern), which
@@ -266,35 +267,39 @@ def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tens
     ['weight', 'bias']
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
-    check_surroundings(who, module)
-    every = dict(module.named_parameters())
-    lazy = next((name for name, p in every.items() if is_lazy(p)), None)
+        raise InputError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}")
+    check_surroundings(caller, module)
+    parameters = dict(module.named_parameters())
+    lazy = next((name for name, p in parameters.items() if is_lazy(p)), None)
     if lazy is not None:
         raise InputError(
-            f"{who}: {lazy!r} is not initialised: a lazy module gets its shape from the first call; call the module on the "
+            f"{caller}: {lazy!r} is not initialised: a lazy module gets its shape from the first call; call the module on the "
             "inputs once before"
         )
-    trained = [name for name, p in every.items() if p.requires_grad and p.numel()]
-    if not trained and any(p.requires_grad for p in every.values()):
-        raise InputError(f"{who}: all parameters that require grad have no entries, so there is nothing to differentiate")
+    trained = [name for name, p in parameters.items() if p.requires_grad and p.numel()]
+    if not trained and any(p.requires_grad for p in parameters.values()):
+        raise InputError(f"{caller}: all parameters that require grad have no entries, so there is nothing to differentiate")
     if not trained:
-        raise InputError(f"{who}: the module has no parameters that require grad; call requires_grad_(True) on those of interest")
+        raise InputError(
+            f"{caller}: the module has no parameters that require grad; call requires_grad_(True) on those of interest"
+        )
     if params is None:
-        return {name: every[name].detach() for name in trained}
-    finder = _Finder(who, module, every)
+        return {name: parameters[name].detach() for name in trained}
+    finder = _Finder(caller, module, parameters)
     items = [params] if isinstance(params, (str, Tensor)) else params
     if not isinstance(items, Iterable):
-        raise InputError(f"{who}: params is of type {type(params).__name__}; {_EXPECTED}")
-    wanted = {name for item in items for name in finder.names(item)}
+        raise InputError(f"{caller}: params is of type {type(params).__name__}; {_ITEM_FORM}")
+    names = {name for item in items for name in finder.names(item)}
     if finder.unknown:
-        known = [name for name, listed in finder.first.items() if every[listed].requires_grad]
+        choices = [name for name, main_name in finder.first.items() if parameters[main_name].requires_grad]
         raise InputError(
-            f"{who}: params={finder.unknown}: this {finder.kind} has no such parameter; {_close(finder.unknown[0], known)}"
+            f"{caller}: params={finder.unknown}: this {finder.kind} has no such parameter; {_close(finder.unknown[0], choices)}"
         )
-    if not wanted:
-        raise InputError(f"{who}: params is empty, so there is nothing to differentiate; pass names, or None for all parameters")
-    return {name: every[name].detach() for name in trained if name in wanted}
+    if not names:
+        raise InputError(
+            f"{caller}: params is empty, so there is nothing to differentiate; pass names, or None for all parameters"
+        )
+    return {name: parameters[name].detach() for name in trained if name in names}
 
 
 class _Finder:
@@ -302,12 +307,12 @@ class _Finder:
 
     Attributes:
         first: Every name that the module has for a parameter -> the one that is listed.
-        unknown: What is no parameter, so that one message names all of it.
+        unknown: Items that are no parameter, so that one message names all of them.
     """
 
-    def __init__(self, who: str, module: nn.Module, every: dict[str, nn.Parameter]) -> None:
-        self.who, self.every, self.kind = who, every, type(module).__name__
-        self.of_object = {id(p): name for name, p in every.items()}
+    def __init__(self, caller: str, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        self.caller, self.parameters, self.kind = caller, parameters, type(module).__name__
+        self.of_object = {id(p): name for name, p in parameters.items()}
         self.first = {name: self.of_object[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self.unknown: list[str] = []
 
@@ -316,13 +321,13 @@ class _Finder:
         if isinstance(item, str):
             return self._of_text(item.strip())
         if not isinstance(item, Tensor):
-            raise InputError(f"{self.who}: params holds a value of type {type(item).__name__}; {_EXPECTED}")
+            raise InputError(f"{self.caller}: params holds a value of type {type(item).__name__}; {_ITEM_FORM}")
         if id(item) not in self.of_object:
             kind = "a parameter" if isinstance(item, nn.Parameter) else "a tensor"
-            same = [f"{n!r}" for n, p in self.every.items() if p.shape == item.shape]
-            hint = f"; of that shape it has {_some(same)}" if same else ""
+            candidates = [f"{n!r}" for n, p in self.parameters.items() if p.shape == item.shape]
+            hint = f"; of that shape it has {_some(candidates)}" if candidates else ""
             raise InputError(
-                f"{self.who}: params holds {kind} of shape {tuple(item.shape)} that is not a parameter of this "
+                f"{self.caller}: params holds {kind} of shape {tuple(item.shape)} that is not a parameter of this "
                 f"{self.kind}{hint}; pass the module's own parameter (not a copy or a view of it), or its name"
             )
         return self._trained([self.of_object[id(item)]])
@@ -335,9 +340,9 @@ class _Finder:
         matches: list[str] = []
         if any(c in text for c in "*?["):  # a pattern
             matches = self._matches(text)
-            name, bracket, inside = text[:-1].rpartition("[")
-            if not matches and bracket and text.endswith("]") and _parse_index(inside) is not None:
-                matches = self._parts(self._matches(name.strip()), inside, text)
+            name, bracket, index_text = text[:-1].rpartition("[")
+            if not matches and bracket and text.endswith("]") and _parse_index(index_text) is not None:
+                matches = self._parts(self._matches(name.strip()), index_text, text)
         self.unknown += [] if matches else [text]
         return matches
 
@@ -346,27 +351,29 @@ class _Finder:
 
     def _trained(self, names: list[str], pattern: str = "") -> list[str]:
         """Return those of some names that can be differentiated with respect to; an error if none of them can."""
-        trained = [name for name in names if self.every[name].requires_grad and self.every[name].numel()]
+        trained = [name for name in names if self.parameters[name].requires_grad and self.parameters[name].numel()]
         if trained or not names:
             return trained
-        shape = tuple(self.every[names[0]].shape)
-        if any(self.every[name].requires_grad for name in names):
-            seen = (
+        shape = tuple(self.parameters[names[0]].shape)
+        if any(self.parameters[name].requires_grad for name in names):
+            reason = (
                 f"what the pattern {pattern!r} matches has no entries"
                 if pattern
                 else f"{names[0]!r} has shape {shape}, no entries"
             )
-            raise InputError(f"{self.who}: {seen}; leave it out of params")
-        shown = f"all that the pattern {pattern!r} matches ({_some([repr(n) for n in names])})" if pattern else f"{names[0]!r}"
-        raise InputError(f"{self.who}: {shown} does not require grad; call requires_grad_(True) on it, or leave it out of params")
+            raise InputError(f"{self.caller}: {reason}; leave it out of params")
+        subject = f"all that the pattern {pattern!r} matches ({_some([repr(n) for n in names])})" if pattern else f"{names[0]!r}"
+        raise InputError(
+            f"{self.caller}: {subject} does not require grad; call requires_grad_(True) on it, or leave it out of params"
+        )
 
-    def _parts(self, names: list[str], inside: str, asked: str) -> list[str]:
+    def _parts(self, names: list[str], index_text: str, text: str) -> list[str]:
         """Return those of some names that can be differentiated with respect to, after a check of a part of each."""
-        if (index := _parse_index(inside)) is None:
-            raise InputError(f"{self.who}: cannot read the index in {asked!r}; {_FORM}")
+        if (index := _parse_index(index_text)) is None:
+            raise InputError(f"{self.caller}: cannot read the index in {text!r}; {_FORM}")
         trained = self._trained(names)
         for name in trained:
-            rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
+            rows_of_part(self.parameters[name].shape, index, f"{self.caller}: {text!r}")
         return trained
 
 
@@ -381,5 +388,5 @@ def _names(names: list[str]) -> str:
     return f"there are {_some([repr(n) for n in names])}"
 
 
-def _some(items: list[str], most: int = 6) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+def _some(items: list[str], limit: int = 6) -> str:
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")

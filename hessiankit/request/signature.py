@@ -58,7 +58,7 @@ class RequestArguments(TypedDict, total=False):
 
 
 class CurvatureArguments(RequestArguments, total=False):
-    """The same, of a call that takes other matrices than the Hessian too."""
+    """Arguments of a call that takes other matrices than the Hessian too."""
 
     kind: Annotated[
         str,
@@ -94,18 +94,21 @@ def asks(arguments: type[Any]) -> Callable[[F], F]:
     ['module', 'inputs', 'target', 'loss', 'params', 'weights', 'reduction', 'handshake']
     """
     hints = arguments.__annotations__
-    every = inspect.signature(read_request, eval_str=True).parameters
+    request_parameters = inspect.signature(read_request, eval_str=True).parameters
 
     def spelled(function: F) -> F:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        data, options = [p for p in own if p.kind is not p.KEYWORD_ONLY], [p for p in own if p.kind is p.KEYWORD_ONLY]
-        shared = [_readable(every[name]) for name in hints if name not in signature.parameters]
-        function.__signature__ = signature.replace(parameters=[*data, *shared, *options])  # type: ignore[attr-defined]
-        words = [f"        {p.name}: {hints[p.name].__metadata__[0]}" for p in shared]
+        own_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        data, options = (
+            [p for p in own_parameters if p.kind is not p.KEYWORD_ONLY],
+            [p for p in own_parameters if p.kind is p.KEYWORD_ONLY],
+        )
+        shared_parameters = [_readable(request_parameters[name]) for name in hints if name not in signature.parameters]
+        function.__signature__ = signature.replace(parameters=[*data, *shared_parameters, *options])  # type: ignore[attr-defined]
+        words = [f"        {p.name}: {hints[p.name].__metadata__[0]}" for p in shared_parameters]
         lines = (function.__doc__ or "").split("\n")
-        marked = [k for k, line in enumerate(lines) if line.startswith(MARK)]
-        for k in marked:
+        mark_lines = [k for k, line in enumerate(lines) if line.startswith(MARK)]
+        for k in mark_lines:
             lines[k : k + 1] = words
         function.__doc__ = "\n".join(lines)
         return function

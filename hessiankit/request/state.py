@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import different, write_values
 
-FIXED = (str, int, float, bytes, type(None))
-"""What nothing can be written into."""
+IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
+"""Types of objects that nothing can be written into."""
 
 
 class ModuleState:
@@ -31,7 +31,7 @@ class ModuleState:
 
     Args:
         module: The module; nothing of it is changed.
-        others: What else is called, and may hold something that the call changes: the loss.
+        *callables: Other functions that are called, and may hold something that the call changes: the loss.
         share: Hold the parameters themselves in place of copies, and tell only whether they have been given other values.
 
     Attributes:
@@ -49,15 +49,15 @@ class ModuleState:
     (True, False)
     """
 
-    def __init__(self, module: nn.Module, *others: Any, share: bool = False) -> None:
-        self.module, self.others, self.is_present = module, others, False
-        self._held = Held(module, *others)
+    def __init__(self, module: nn.Module, *callables: Any, share: bool = False) -> None:
+        self.module, self.callables, self.is_present = module, callables, False
+        self._contents = Held(module, *callables)
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        named = {**parameters, **buffers}
-        self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
+        tensors = {**parameters, **buffers}
+        self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in tensors.items()}
         self._marks = _marks(parameters) if share else {}
         self.written: set[str] = set()
-        self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
+        self._tensors = {name: (x, self.values[name]) for name, x in tensors.items()}
         for name, x in _plain_tensors(module):
             self._tensors.setdefault(name, (x, x.detach().clone()))
 
@@ -76,39 +76,39 @@ class ModuleState:
             try:
                 yield
             finally:
-                self._held.restore()
+                self._contents.restore()
             return
-        now = self._held if self._held.changed() is None else Held(self.module, *self.others)
-        before = self.is_present
+        contents = self._contents if self._contents.changed() is None else Held(self.module, *self.callables)
+        was_present = self.is_present
         dense = {name: x.layout is torch.strided for name, (x, _) in self._tensors.items()}  # others cannot change their memory
-        behind = [
+        memory = [
             (x, x.data if dense[name] else None, x.data.clone() if values or not dense[name] else None)
             for name, (x, _) in self._tensors.items()
         ]
         try:
-            self._held.restore()
-            for name, (x, held) in self._tensors.items():
+            self._contents.restore()
+            for name, (x, copy) in self._tensors.items():
                 if values is None and dense[name]:
-                    x.data = held.clone() if name in self.written else held
+                    x.data = copy.clone() if name in self.written else copy
                 else:
-                    write_values(x, held if values is None else values.get(name, held))
+                    write_values(x, copy if values is None else values.get(name, copy))
             self.is_present = values is None
             yield
         finally:
-            self.is_present = before
-            for x, data, kept in behind:
+            self.is_present = was_present
+            for x, data, backup in memory:
                 if data is not None:
                     x.data = data
-                if kept is not None:
-                    write_values(x, kept)
-            now.restore()
+                if backup is not None:
+                    write_values(x, backup)
+            contents.restore()
 
     def moved(self, values: Mapping[str, Tensor]) -> ModuleState:
         """Return the state with other values of some parameters."""
-        other = copied(self)
-        other.values, other.is_present = {**self.values, **values}, False
-        other._tensors = {name: (x, values.get(name, held)) for name, (x, held) in self._tensors.items()}
-        return other
+        state = copied(self)
+        state.values, state.is_present = {**self.values, **values}, False
+        state._tensors = {name: (x, values.get(name, copy)) for name, (x, copy) in self._tensors.items()}
+        return state
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of every tensor of the module, the tensor, and the copy of its values."""
@@ -117,37 +117,37 @@ class ModuleState:
 
     def holds(self, x: Tensor) -> bool:
         """Tell whether a tensor is one of the module's own."""
-        return any(x is own for own, _ in self._tensors.values())
+        return any(x is tensor for tensor, _ in self._tensors.values())
 
     def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Yield the names of the module's parameters or buffers, those of ``tensors``, that have other values now."""
-        named = dict(tensors)
-        marks = _marks({name: x for name, x in named.items() if name in self._marks})
-        new = {name for name in named if name not in self.values or self._marks.get(name) != marks.get(name)}
-        old = [name for name in named if name not in new]
-        differ = different((named[name], self.values[name]) for name in old)
-        new.update(name for name, apart in zip(old, differ, strict=True) if apart)
-        yield from (name for name in named if name in new)
+        tensor_of_name = dict(tensors)
+        marks = _marks({name: x for name, x in tensor_of_name.items() if name in self._marks})
+        new = {name for name in tensor_of_name if name not in self.values or self._marks.get(name) != marks.get(name)}
+        old = [name for name in tensor_of_name if name not in new]
+        differ = different((tensor_of_name[name], self.values[name]) for name in old)
+        new.update(name for name, differs in zip(old, differ, strict=True) if differs)
+        yield from (name for name in tensor_of_name if name in new)
 
-    def check_shared(self, who: str) -> None:
+    def check_shared(self, caller: str) -> None:
         """Raise an error if the values of a shared parameter have changed since."""
-        own = dict(self.module.named_parameters()) if self._marks else {}
+        parameters = dict(self.module.named_parameters()) if self._marks else {}
         for name, mark in _marks({name: self.values[name] for name in self._marks}).items():
-            if mark != self._marks[name] or name not in own or own[name].data_ptr() != self.values[name].data_ptr():
+            if mark != self._marks[name] or name not in parameters or parameters[name].data_ptr() != self.values[name].data_ptr():
                 raise InputError(
-                    f"{who}: the parameter {name!r} has been given other values since; make it anew for these, or let it keep a "
-                    "copy of the parameters: snapshot=True"
+                    f"{caller}: the parameter {name!r} has been given other values since; make it anew for these, or let it keep "
+                    "a copy of the parameters: snapshot=True"
                 )
 
     def changed_attribute(self) -> str | None:
         """Return what else a call has changed: an attribute, an entry of a list, a variable of a closure; None if nothing."""
         plain = {n: pair for n, pair in self._tensors.items() if n not in self.values}
-        changed = (n for n, apart in zip(plain, different(plain.values()), strict=True) if apart)
-        return next(changed, None) or self._held.changed()
+        names = (n for n, differs in zip(plain, different(plain.values()), strict=True) if differs)
+        return next(names, None) or self._contents.changed()
 
     def restore(self) -> None:
         """Undo what a call of the module has changed."""
-        self._held.restore()
+        self._contents.restore()
         _write_back(self._tensors.values())
 
 
@@ -174,14 +174,14 @@ class Held:
         self._cells: list[tuple[str, CellType, Any]] = []
         self._generators: list[tuple[str, torch.Generator, Tensor]] = []
         self._tensors: list[tuple[str, Tensor, int, bool]] = []
-        self._seen: set[int] = set()
+        self._visits: set[int] = set()
         for root in roots:
             self._follow("", root)
 
     def _follow(self, path: str, x: Any) -> None:
-        if isinstance(x, FIXED) or id(x) in self._seen:
+        if isinstance(x, IMMUTABLE_TYPES) or id(x) in self._visits:
             return
-        self._seen.add(id(x))
+        self._visits.add(id(x))
         if isinstance(x, (nn.Module, SimpleNamespace)):
             self._follow(path, x.__dict__)
         elif type(x) in (dict, OrderedDict):
@@ -219,7 +219,7 @@ class Held:
             (path for path, x, version, _ in self._tensors if x._version != version),
         )
         differ = zip(self._copies, different((x, copy) for _, x, copy in self._copies), strict=True)
-        return next(paths, None) or next((name for (name, _, _), apart in differ if apart), None)
+        return next(paths, None) or next((name for (name, _, _), differs in differ if differs), None)
 
     def _moved(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the containers that hold something else now; most of a module's are empty."""
@@ -246,9 +246,9 @@ OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write copies back into the tensors that have other values."""
-    both = list(pairs)
-    for (x, copy), apart in zip(both, different(both), strict=True):
-        if apart:
+    entries = list(pairs)
+    for (x, copy), differs in zip(entries, different(entries), strict=True):
+        if differs:
             write_values(x, copy)
 
 
@@ -287,8 +287,8 @@ def _hash_of_values(x: Tensor) -> int:
     """
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     flat = x.reshape(-1)
-    whole = flat.numel() * flat.element_size() % 8 == 0 and flat.data_ptr() % 8 == 0
-    kind = torch.int64 if whole else {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    is_whole = flat.numel() * flat.element_size() % 8 == 0 and flat.data_ptr() % 8 == 0
+    kind = torch.int64 if is_whole else {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights, total = _hash_weights(), 0
     workspace = torch.empty(HASH_WORDS, dtype=torch.int64, device="cpu")
     for words in flat.view(kind).split(HASH_WORDS):
@@ -312,9 +312,9 @@ def _same(a: Any, b: Any) -> bool:
 
 def _entry(path: str, x: Any, copy: Any) -> str:
     """Return the path of the first entry of a dict that is another than in its copy, else that of the container."""
-    both = {**copy, **x} if isinstance(x, dict) else {}
-    changed = (key for key in both if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
-    return f"{path}.{next(changed, '')}".strip(".")
+    union = {**copy, **x} if isinstance(x, dict) else {}
+    keys = (key for key in union if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
+    return f"{path}.{next(keys, '')}".strip(".")
 
 
 def _same_entries(x: Any, copy: Any) -> bool:
@@ -322,8 +322,8 @@ def _same_entries(x: Any, copy: Any) -> bool:
     if len(x) != len(copy):
         return False
     if isinstance(x, dict):
-        values, before = x.values(), copy.values()
-        return all(map(is_, x, copy)) and (all(map(is_, values, before)) or all(map(_same, values, before)))
+        values, copies = x.values(), copy.values()
+        return all(map(is_, x, copy)) and (all(map(is_, values, copies)) or all(map(_same, values, copies)))
     if isinstance(x, set):
         return all(a in x for a in copy)
     return all(map(_same, x, copy))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import PLACEMENTS, FeedForward, GroupNorm, Transformer
 from hessiankit.blocks.placements import placement_of
-from hessiankit.request.loss import NAMED
+from hessiankit.request.loss import FUNCTIONS
 from hessiankit.support.environment import code_version, environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
@@ -168,7 +168,7 @@ def is_balanced(model: nn.Module, ids: Tensor, target: Tensor, loss: str) -> boo
     """Say whether no parameter's gradient is so small that float64 could not resolve its blocks; a key's bias has none."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     outputs = model(ids)
-    scalar = NAMED[loss](outputs, target)
+    scalar = FUNCTIONS[loss](outputs, target)
     sizes = [float(g.abs().max()) for g in torch.autograd.grad(scalar, parameters)]
     zero = ("attention.b_K", "attention.norm_k.bias")
     return min(s for s, n in zip(sizes, names, strict=True) if not n.endswith(zero)) > SMALL * max(sizes)

@@ -204,7 +204,7 @@ def test_a_large_model_keeps_nothing_of_its_size(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("recompute", [None, "layers"])
 def test_a_large_model_makes_tangents_again_that_others_give_quickly(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from hessiankit.engine import linearisation
-    from hessiankit.engine.sweep import MadeAgain, push
+    from hessiankit.engine.sweep import RecomputedTangents, push
 
     kinds: list[set[str]] = [set(), set()]
 
@@ -212,8 +212,10 @@ def test_a_large_model_makes_tangents_again_that_others_give_quickly(recompute: 
         bent = push(*args, **options)
         for entering in bent.values():
             for t in entering:
-                kinds[isinstance(t, MadeAgain)].add(type(t.step.primitive).__name__ if isinstance(t, MadeAgain) else "")
-                assert not isinstance(t, MadeAgain) or t.step.bends or not any(isinstance(x, Tensor) for x in t.entering)
+                kinds[isinstance(t, RecomputedTangents)].add(
+                    type(t.step.primitive).__name__ if isinstance(t, RecomputedTangents) else ""
+                )
+                assert not isinstance(t, RecomputedTangents) or t.step.bends or not any(isinstance(x, Tensor) for x in t.inputs)
         return bent
 
     net = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Unflatten(-1, (2, 3)), nn.LayerNorm(3), nn.Flatten(2), nn.Linear(6, 5))

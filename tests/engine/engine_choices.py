@@ -61,7 +61,7 @@ def force_cuts(patch: pytest.MonkeyPatch, *, cut: bool | None) -> None:
             patch.setattr(
                 module,
                 "sections",
-                lambda paths, alone=False: sectioned(paths, sections.stream(paths) if cut else (), alone=alone),
+                lambda paths, is_diagonal=False: sectioned(paths, sections.stream(paths) if cut else (), is_diagonal=is_diagonal),
             )
 
 
@@ -70,8 +70,8 @@ def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
     force_cuts(patch, cut=choice.cut)
     for module, name, value in (
         (sweep, "WORK_SPACE", choice.work_space),
-        (sections, "JOINED", choice.joined),
-        (block_rows, "KEPT", choice.kept),
+        (sections, "JOIN_SIZE", choice.joined),
+        (block_rows, "TAIL_SIZE", choice.kept),
         (contractions, "CACHE", choice.chunk),
         (contractions, "OUTER", choice.chunk),
         (jacobians, "SCRATCH", choice.chunk),

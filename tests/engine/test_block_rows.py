@@ -178,7 +178,7 @@ def test_chunks_fit_the_work_space(name: str, alone: bool, monkeypatch: pytest.M
     module, x, target, _ = case(name)
     paths = paths_of(module, x, target, "mse", by_column=alone)
     for space in (1, 200, 700, 3000, 10**4, 10**6):
-        for section in sections.sections(paths, alone=alone):
+        for section in sections.sections(paths, is_diagonal=alone):
             for plan in section.plans:
                 if len(plan.directions) > 1:
                     continue

@@ -50,7 +50,7 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
 
 
 def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool = False) -> KernelSum | None:
-    return kernel_sum(u.X, v.X, K, u.unfold(v.unfold(into, 1), 0), same=same)
+    return kernel_sum(u.X, v.X, K, u.unfold(v.unfold(into, 1), 0), is_symmetric=same)
 
 
 def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool = False) -> float | None:

@@ -32,7 +32,7 @@ def measured(paths: Paths, *, alone: bool) -> Meter:
     matrix = SymmetricStorage(slices, torch.float64, torch.device("cpu")) if not alone else None
     with torch.no_grad(), Meter() as meter:
         if matrix is None:
-            diagonal_rows.read_diagonal(paths, sections.sections(paths, alone=True), lambda u, values: None)
+            diagonal_rows.read_diagonal(paths, sections.sections(paths, is_diagonal=True), lambda u, values: None)
         else:
             BlockRows(paths, sections.sections(paths)).read(MatrixRows(matrix, paths.tied))
     return meter
@@ -72,7 +72,7 @@ def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypat
     if choice:
         force(monkeypatch, CHOICES[choice])
     paths = paths_of(module, *rest, by_column=alone)
-    cost = sweep_cost(paths, sections.sections(paths, alone=alone), alone=alone)
+    cost = sweep_cost(paths, sections.sections(paths, is_diagonal=alone), is_diagonal=alone)
     meter = measured(paths, alone=alone)
     lower, upper = (0.8, 5.0) if alone else (0.7, 2.2)
     assert lower <= cost.multiplications / (meter.flops / 2) <= upper
@@ -90,7 +90,7 @@ def test_a_path_that_grows_takes_what_the_whole_takes(name: str, alone: bool) ->
     paths = paths_of(module, *rest)
     for order in (1, -1):
         places = paths.places[::order][:12]
-        reach = Reach(paths, paths.steps, alone=alone)
+        reach = Reach(paths, paths.steps, is_diagonal=alone)
         for n, place in enumerate(places, 1):
             reach.add(place.at)
             path = reach.path
@@ -98,8 +98,8 @@ def test_a_path_that_grows_takes_what_the_whole_takes(name: str, alone: bool) ->
             assert [step.output for step in path] == [s.output for s in paths.steps if not moving.isdisjoint(s.inputs)]
             for step in path:
                 assert all(at is None or at in moving for at in step.inputs)
-            assert reach.numbers == paths.numbers(path, alone=alone)
-            assert reach.multiplications == paths.multiplications(path, alone=alone)
+            assert reach.numbers == paths.numbers(path, is_diagonal=alone)
+            assert reach.multiplications == paths.multiplications(path, is_diagonal=alone)
             assert reach.level(place.at) == paths.level(place.at, path)
 
 
@@ -121,7 +121,7 @@ def test_a_product_of_two_values_that_move_is_pushed_bent_and_pulled_by_both() -
     paths = paths_of(module, draw(2, 4, 3), draw(2, 4, 4, seed=2), "mse")
     path = paths.reach([place.at for place in paths.places])
     assert paths.multiplications(path) == (2 + 2 + 2) * 2 * 4 * 4 * 2
-    assert paths.multiplications(path, alone=True) == (2 + 2) * 2 * 4 * 4 * 2
+    assert paths.multiplications(path, is_diagonal=True) == (2 + 2) * 2 * 4 * 4 * 2
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -135,11 +135,11 @@ def test_sections_take_about_as_little_as_any_that_were_tried(name: str, alone: 
     values = sections.stream(paths)
 
     def work(cuts: Collection[int] | None) -> float:
-        return sweep_cost(paths, sections.sections(paths, cuts, alone=alone), alone=alone).work
+        return sweep_cost(paths, sections.sections(paths, cuts, is_diagonal=alone), is_diagonal=alone).work
 
-    chosen = {section.end for section in sections.sections(paths, alone=alone)} - {paths.output}
+    chosen = {section.end for section in sections.sections(paths, is_diagonal=alone)} - {paths.output}
     tried = [set[int](), set(values), *(chosen ^ {at} for at in values), *({at} for at in values)]
     tried += [set(values[len(values) // (2 * k) :: len(values) // k]) for k in range(1, 1 + min(8, len(values)))]
     assert work(None) == work(chosen)
-    whole = sections._Division(paths, alone=alone).work(-1, len(paths.steps) - 1)
+    whole = sections._Division(paths, is_diagonal=alone).work(-1, len(paths.steps) - 1)
     assert work(chosen) <= 1.15 * min(map(work, tried)) or (whole < sections.CHOICE * CALL * len(paths.steps) and not chosen)

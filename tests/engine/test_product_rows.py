@@ -102,7 +102,7 @@ def test_the_choice_follows_shapes() -> None:
         batch = read_request(net, x, t).only()
         paths = Paths(loss_trace(batch).trace, by_column=alone)
         return product_rows.products_are_cheaper(
-            sweep_cost(paths, sections(paths, alone=alone), alone=alone), paths.trace, batch.size, 8
+            sweep_cost(paths, sections(paths, is_diagonal=alone), is_diagonal=alone), paths.trace, batch.size, 8
         )
 
     deep = randomised(nn.Sequential(*[layer for _ in range(40) for layer in (nn.Linear(6, 6), nn.Tanh())]))

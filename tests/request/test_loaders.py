@@ -250,11 +250,11 @@ def test_data_without_an_end_are_an_error(case, call):
     make, message = ENDLESS[case]
     Stream.drawn = 0
     assert_one_clear_error(lambda: CALLS[call](nn.Linear(4, 3).double(), make()), message)
-    assert Stream.drawn <= reading.MOST + 1
+    assert Stream.drawn <= reading.MAX_BATCHES + 1
 
 
 def test_data_that_fill_the_memory_before_their_end(monkeypatch):
     monkeypatch.setattr(reading, "available_memory", lambda device: 2**14)
     with pytest.raises(hk.InputError, match=r"a generator without a length, which has .* KiB in its first .* batches"):
         hk.hessian(nn.Linear(4, 3).double(), iter(Stream()))
-    assert Stream.drawn < reading.MOST
+    assert Stream.drawn < reading.MAX_BATCHES

@@ -65,7 +65,7 @@ def micro_batches(
     row_numbers = None if numbers is None else [int(number) for number in numbers]
     if row_numbers is not None and (any(number < 0 for number in row_numbers) or len(set(row_numbers)) < len(row_numbers)):
         raise InputError(f"{who}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence")
-    has_batches, pairs, _ = read_data(data, target, loss, model, later=shift, trial=micro_batch)
+    has_batches, pairs, _ = read_data(data, target, loss, model, is_shifted=shift, trial=micro_batch)
     batches: list[MicroBatch] = []
     total = 0
     for k, (inputs, labels) in enumerate(pairs):
