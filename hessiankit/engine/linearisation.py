@@ -76,17 +76,17 @@ class Linearisation:
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in batch.parameters}
         parameter_ids = set(self._ids.values())
-        self._narrow, self._is_large = trace.narrow, batch.size > LARGE
-        self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
+        self._narrow_dtypes, self._is_large = trace.narrow, batch.size > LARGE
+        self._moving_values, self._output, self._recompute = trace.moving, trace.output, recompute
         output = traced_loss.output if gauss_newton else None
-        self._nonlinear = traced_loss.loss_side() if gauss_newton else None
-        fuse_attention(trace, self._nonlinear)
-        fuse_head(trace, self._nonlinear)
+        self._loss_side = traced_loss.loss_side() if gauss_newton else None
+        fuse_attention(trace, self._loss_side)
+        fuse_head(trace, self._loss_side)
         fuse_steps(trace, () if output is None else (output,))
         self._segments = split_at_checkpoints(trace, layers=recompute == "layers")
         path = ancestors_of_output(trace)
         self._first = {at: reader for at, reader in last_readers(path[::-1]).items() if at in parameter_ids}
-        self._needed: set[int] = set()  # values whose tangents reach a nonzero second derivative
+        self._live_values: set[int] = set()  # values whose tangents reach a nonzero second derivative
         self._steps_of: list[list[Step] | None] = []
         self._checkpoints: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter a segment, adjoints of what leaves it
         self._constants = {at: x for at, x in enumerate(trace.values) if at in parameter_ids or at not in trace.moving}
@@ -222,15 +222,15 @@ class Linearisation:
         adjoint = adjoints.pop(a.output, None)
         if adjoint is None:
             return None
-        inputs = tuple(at if at in self._moving else None for at in a.inputs)
-        counts = not a.primitive.is_linear and (self._nonlinear is None or a.output in self._nonlinear)
+        inputs = tuple(at if at in self._moving_values else None for at in a.inputs)
+        counts = not a.primitive.is_linear and (self._loss_side is None or a.output in self._loss_side)
         at_point = a.primitive.linearise(
             gather(a, values, self._constants),  # type: ignore[arg-type]
             adjoint[0] if counts else None,
             [at is not None for at in inputs],
         )
-        if at_point.is_nonlinear or a.output in self._needed:
-            self._needed.update(at for at in inputs if at is not None)
+        if at_point.is_nonlinear or a.output in self._live_values:
+            self._live_values.update(at for at in inputs if at is not None)
         accumulate(adjoints, inputs, at_point.pull_into(adjoint, None, sums_of(sums, inputs)))
         at_point.forget()
         return Step(at_point, inputs, a.output)
@@ -255,7 +255,7 @@ class Linearisation:
     def _value(self, a: Application, inputs: tuple[Tensor | None, ...]) -> Tensor:
         """Return the output of one application, rounded to the type that the module computed in."""
         value = a.primitive.value(*inputs)  # type: ignore[arg-type]
-        narrow = self._narrow.get(a.output)
+        narrow = self._narrow_dtypes.get(a.output)
         return value if narrow is None else value.to(narrow).to(value.dtype)
 
     def _multiply(self, rows: Tensor, result: Tensor) -> None:
@@ -268,13 +268,13 @@ class Linearisation:
         for k, segment in enumerate(self._segments):
             segment_tangents.append({at: tangents[at] for at in segment.entries if at in tangents})
             if k < len(self._segments) - 1:
-                push(self._forward_steps(k), tangents, self._needed, self._last_reads)
+                push(self._forward_steps(k), tangents, self._live_values, self._last_reads)
         bars: Bars = {}
         with self._sums(result) as sums:
             for k in reversed(range(len(self._segments))):
                 tangents.update(segment_tangents.pop())
                 steps = self._steps(k)
-                input_tangents = push(steps, tangents, self._needed, self._last_reads, recomputes=self._is_large)
+                input_tangents = push(steps, tangents, self._live_values, self._last_reads, recomputes=self._is_large)
                 pull(steps, bars, input_tangents, sums)
 
     def _forward_steps(self, k: int) -> Iterator[Step]:
@@ -284,8 +284,8 @@ class Linearisation:
             inputs = gather(a, values, self._constants)
             if a.output not in values:
                 values[a.output] = self._value(a, inputs)
-            if a.output in self._needed:
-                moving_inputs = tuple(at if at in self._moving else None for at in a.inputs)
+            if a.output in self._live_values:
+                moving_inputs = tuple(at if at in self._moving_values else None for at in a.inputs)
                 at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving_inputs])  # type: ignore[arg-type]
                 yield Step(at_point, moving_inputs, a.output)
             else:

@@ -126,18 +126,18 @@ class Paths:
         reassociate(trace)
         self.trace, self.output = trace, trace.output
         self.adjoints = trace.adjoints(scale)
-        self._bending = loss_side
+        self._loss_side = loss_side
         self._sites = find_sites(trace)
         self._applications = {a.output: a for a in trace.applications if a.output in self.adjoints}
-        self._needed = self._values_that_are_read()
+        self._live_values = self._values_that_are_read()
         if by_column and (names := self._not_by_column()):
             parameters = {name: at for name, at in trace.parameters.items() if name not in names}
             self._sites = find_sites(replace(trace, parameters=parameters))
-            self._needed = self._values_that_are_read()
+            self._live_values = self._values_that_are_read()
         self.steps = [step for a in self._applications.values() if (step := self._step(a)) is not None]
         self.places = self._places()
         self.by_value = {place.at: place for place in self.places}
-        self._apart: dict[tuple[object, ...], bool] = {}
+        self._rowwise: dict[tuple[object, ...], bool] = {}
         self._work: dict[tuple[object, ...], StepWork] = {}
 
     @property
@@ -213,17 +213,17 @@ class Paths:
         """Tell whether a step keeps rows apart that some leading axes of its values index."""
         moves = [at is not None for at in step.inputs]
         key = (step.output, level, *moves)
-        if key not in self._apart:
+        if key not in self._rowwise:
             a = self._applications[step.output]
             test = a.primitive.separable if a.output == self.output else a.primitive.rowwise
-            self._apart[key] = test(self.trace.gather(a), level, moves)  # type: ignore[arg-type]
-        return self._apart[key]
+            self._rowwise[key] = test(self.trace.gather(a), level, moves)  # type: ignore[arg-type]
+        return self._rowwise[key]
 
     def _covered(self, a: Application) -> tuple[int, ...]:
         return self._sites[a.output].covered if a.output in self._sites else ()
 
     def _bends(self, a: Application) -> bool:
-        return not a.primitive.is_linear and (self._bending is None or a.output in self._bending)
+        return not a.primitive.is_linear and (self._loss_side is None or a.output in self._loss_side)
 
     def _values_that_are_read(self) -> set[int]:
         """Return the values whose tangents a second derivative reads, at once or by way of others."""
@@ -236,7 +236,7 @@ class Paths:
 
     def _not_by_column(self) -> set[str]:
         """Return the parameters that enter in several ways, or an entry of which reaches several columns."""
-        names = {name for name, at in self.trace.parameters.items() if at in self._needed}
+        names = {name for name, at in self.trace.parameters.items() if at in self._live_values}
         jacobians = [u for at, site in self._sites.items() if at in self.adjoints for u in site.jacobians]
         return names | {u.parameter for n, u in enumerate(jacobians) if not u.reaches_one_column() or _meet(u, jacobians[:n])}
 
@@ -244,7 +244,7 @@ class Paths:
         covered = self._covered(a)
         inputs = tuple(at if at in self.trace.moving and k not in covered else None for k, at in enumerate(a.inputs))
         moves = [at is not None for at in inputs]
-        if not any(moves) or not (a.output in self._needed or a.output == self.output):
+        if not any(moves) or not (a.output in self._live_values or a.output == self.output):
             return None
         adjoint = self.adjoints[a.output] if self._bends(a) else None
         return Step(a.primitive.linearise(self.trace.gather(a), adjoint, moves), inputs, a.output)  # type: ignore[arg-type]
@@ -252,12 +252,12 @@ class Paths:
     def _places(self) -> list[Place]:
         trace, places = self.trace, list[Place]()
         for name, at in trace.parameters.items():
-            if at in self._needed:
+            if at in self._live_values:
                 size = self.value(at).numel()
                 places.append(Place(len(places), at, self.value(at).shape, [IdentityJacobian(name, None, 0, size)]))
         for a in self._applications.values():
             site = self._sites.get(a.output)
-            if site is None or not site.jacobians or a.output not in self._needed:
+            if site is None or not site.jacobians or a.output not in self._live_values:
                 continue
             jacobians = [self._as_weight(u, a.output) for u in site.jacobians]
             mixed, plain = self._mixed(a, site.weight_jacobian)
@@ -326,8 +326,8 @@ class Reach:
 
     def clear(self) -> None:
         """Let no value move."""
-        self._moving: set[int] = set()
-        self._reached: dict[int, Step] = {}
+        self._moving_values: set[int] = set()
+        self._path_steps: dict[int, Step] = {}
         self._levels = list(range(1, 1 + max((self._paths.value(step.output).ndim for step in self._steps), default=0)))
         self.numbers, self.multiplications = 0, 0.0
 
@@ -336,21 +336,21 @@ class Reach:
         queue = [value]
         while queue:
             at = queue.pop()
-            readers = () if at in self._moving else self._readers.get(at, ())
-            self._moving.add(at)
+            readers = () if at in self._moving_values else self._readers.get(at, ())
+            self._moving_values.add(at)
             for n in readers:
                 step = self._steps[n]
-                inputs = tuple(k if k in self._moving else None for k in step.inputs)
-                if n in self._reached:
-                    self._count(self._reached[n], -1)
-                self._reached[n] = step if inputs == step.inputs else replace(step, inputs=inputs)
-                self._count(self._reached[n], 1)
+                inputs = tuple(k if k in self._moving_values else None for k in step.inputs)
+                if n in self._path_steps:
+                    self._count(self._path_steps[n], -1)
+                self._path_steps[n] = step if inputs == step.inputs else replace(step, inputs=inputs)
+                self._count(self._path_steps[n], 1)
                 queue.append(step.output)
 
     @property
     def path(self) -> list[Step]:
         """The steps in order, with the inputs that move."""
-        return [self._reached[n] for n in sorted(self._reached)]
+        return [self._path_steps[n] for n in sorted(self._path_steps)]
 
     def level(self, at: int) -> int:
         """Return the finest level at which the path keeps the rows of a value apart."""

@@ -66,11 +66,14 @@ class _Division:
             crossing[readers[-1]] -= 1
         widths = list(accumulate(crossing))
         self.stream = [n for n, step in enumerate(paths.steps[:-1]) if widths[n] == 1 and step.output in reads]
-        self._born = [(born[place.at], place) for place in paths.places]
+        self._numbered_places = [(born[place.at], place) for place in paths.places]
         self._levels: dict[int, int] = {}  # axes of the value after a step that index rows which stay apart up to the loss
         end = len(paths.steps) - 1
         for n in reversed(self.stream):
-            at, places = paths.steps[n].output, [place.at for k, place in self._born if n < k <= end and not is_diagonal]
+            at, places = (
+                paths.steps[n].output,
+                [place.at for k, place in self._numbered_places if n < k <= end and not is_diagonal],
+            )
             level = paths.level(at, paths.reach([at, *places], paths.steps[n + 1 : end + 1]))
             self._levels[n], end = min(level, self._levels.get(end, level)), n
         self._sections: dict[tuple[int, int], Section] = {}
@@ -99,7 +102,7 @@ class _Division:
         for k, (n, x) in enumerate(zip(self.stream, values, strict=True)):
             group, columns = x.shape[self._levels[n] :].numel(), self._columns(n)  # entries of a group of rows
             is_small = x.numel() * max(columns, group) < TAIL_SIZE and group * x.numel() * (columns + group) < MATMUL * work
-            is_new = widths[k] != widths[k + 1] or any(self.stream[k - 1] < at <= n for at, _ in self._born)
+            is_new = widths[k] != widths[k + 1] or any(self.stream[k - 1] < at <= n for at, _ in self._numbered_places)
             if widths[k + 1] == min(widths[k : k + 3]) and is_small and is_new:
                 narrow.append(n)
         return narrow
@@ -118,7 +121,7 @@ class _Division:
 
     def _section(self, start: int, stop: int) -> Section:
         paths, steps = self.paths, self.paths.steps[start + 1 : stop + 1]
-        places = [place for n, place in self._born if start < n <= stop]
+        places = [place for n, place in self._numbered_places if start < n <= stop]
         entry, end = None if start < 0 else self._entry(start), steps[-1].output
         begin = [entry] if entry else []
         path = paths.reach([place.at for place in (begin if self.is_diagonal and begin else [*places, *begin])], steps)
@@ -137,7 +140,7 @@ class _Division:
 
     def _columns(self, start: int) -> int:
         """Return the number of entries of the parameters that enter after a step."""
-        places = [place for n, place in self._born if n > start and not self.is_diagonal]
+        places = [place for n, place in self._numbered_places if n > start and not self.is_diagonal]
         return sum({key(u): u.size for place in places for u in place.jacobians}.values())
 
 

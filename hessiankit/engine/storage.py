@@ -69,7 +69,7 @@ class SymmetricStorage:
         self.skews: list[tuple[Tensor, Tensor]] = []  # differences of curvature from its transpose, and its size
         self._sums: list[KernelSum] = []  # to be added
         self._blocks: dict[int, tuple[str, str]] = {}  # where these begin: the parameters
-        self._written: set[tuple[str, str]] = set()  # the blocks that are no longer zero
+        self._nonzero_blocks: set[tuple[str, str]] = set()  # the blocks that are no longer zero
 
     def wants(self, i: str, j: str) -> bool:
         """Tell whether the block of two parameters is stored."""
@@ -91,7 +91,7 @@ class SymmetricStorage:
 
     def touch(self, i: str, j: str) -> None:
         """Note that a block is no longer zero."""
-        self._written.add(self._pair(i, j))
+        self._nonzero_blocks.add(self._pair(i, j))
 
     def keep(self, i: str, j: str, rest: KernelSum | None) -> None:
         """Mark a block as nonzero, or if a sum into it is left to be added, queue that sum for :meth:`finish`."""
@@ -115,16 +115,16 @@ class SymmetricStorage:
         """Add the queued sums, joined per block where possible; the first sum of a whole block overwrites it."""
         for pending in joined(self._sums):
             pair = self._blocks[pending.into.data_ptr()]
-            is_first = pair not in self._written and pending.into.numel() == self.block(*pair).numel()
+            is_first = pair not in self._nonzero_blocks and pending.into.numel() == self.block(*pair).numel()
             self.skew = max(self.skew, replace(pending, overwrites=is_first).add())
-            self._written.add(pair)
+            self._nonzero_blocks.add(pair)
         self._sums, self._blocks = [], {}
 
     def add_rows(self, rows: slice, values: Tensor) -> None:
         """Add to all entries of some rows, counted from the first that is stored; :meth:`mirror` overwrites the lower half."""
         self.data[rows] += values
         names = list(self.slices)
-        self._written.update((names[i], names[j]) for i in self.rows for j in self.columns if i <= j)
+        self._nonzero_blocks.update((names[i], names[j]) for i in self.rows for j in self.columns if i <= j)
 
     def mirror(self) -> float:
         """Average the blocks (i, i), and fill those below them.

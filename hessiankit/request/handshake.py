@@ -48,11 +48,11 @@ class Handshake:
 
     def __init__(self, batch: BatchLoss, parts: int = 1) -> None:
         self._batch, self._loss, self._eps = batch, 0.0, 0.0
-        self._missing = dict.fromkeys(batch.parameters, parts)
+        self._part_counts = dict.fromkeys(batch.parameters, parts)
         self._gradient: dict[str, Tensor] = {}
         self._probes: list[Probe] = []
         self._courses: list[list[Any]] = []
-        self._agreed: set[str] = set()
+        self._agreements: set[str] = set()
         slopes = batch.reference.gradient.values() if batch.reference is not None else ()
         largest = read_numbers(_largest(x) for x in slopes if x is not None and x.numel())
         self._largest = max(filter(math.isfinite, largest), default=0.0)
@@ -80,9 +80,9 @@ class Handshake:
         if reference is None:
             return False
         self._take(name, slope)
-        self._missing[name] -= 1
-        if slope.device.type == "cpu" and not self._missing[name] and not self._differences(reference, (name,)):
-            self._agreed.add(name)
+        self._part_counts[name] -= 1
+        if slope.device.type == "cpu" and not self._part_counts[name] and not self._differences(reference, (name,)):
+            self._agreements.add(name)
             del self._gradient[name]
         return name in self._gradient
 
@@ -100,7 +100,7 @@ class Handshake:
             if any(isinstance(step, NUMBER) for course in self._courses for step in course):
                 self._check_course()
             return
-        if self._differences(reference, self._unsettled):
+        if self._differences(reference, self._open_names):
             self._compare(reference)
         if self._probes:  # values of which only the first derivative has been compared so far
             constants = held_values(lambda context: self._batch.own_gradient(context=context))
@@ -128,9 +128,9 @@ class Handshake:
                 "it reads has changed since the first one, such as a flag; change it back, or start anew"
             )
         self._check_course()
-        noise = _noise(self._batch, self._unsettled, eps)
+        noise = _noise(self._batch, self._open_names, eps)
         floor = eps * scale_of_gradient(self._batch, repeat)
-        different = self._differences(repeat, self._unsettled, noise, dict.fromkeys(self._unsettled, floor))
+        different = self._differences(repeat, self._open_names, noise, dict.fromkeys(self._open_names, floor))
         if "" not in different and different:
             errors, _ = rounding_errors(self._batch, {})
             sizes = {name: eps * float(_largest(errors[name])) for name in different}
@@ -161,9 +161,9 @@ class Handshake:
         return float(_largest_difference(gradient, repeat)) > (FORMULA_ERROR + ROUNDING * self._eps) * self._largest
 
     @property
-    def _unsettled(self) -> tuple[str, ...]:
+    def _open_names(self) -> tuple[str, ...]:
         """Names that have not yet agreed: "" for the loss, and parameters."""
-        return ("", *(name for name in self._batch.parameters if name not in self._agreed))
+        return ("", *(name for name in self._batch.parameters if name not in self._agreements))
 
     def _differences(
         self,
