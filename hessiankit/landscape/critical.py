@@ -184,13 +184,13 @@ def along_step(
     if not bool(step.any()) or not bool(torch.isfinite(step).all()):
         kind = "zero" if not bool(step.any()) else "NaN or infinite"
         raise InputError(f"{who}: the next step of {name} is {kind}; pass its own parameters and data with a finite gradient")
-    lr = max(float(group.get("lr", math.nan)) for one in optimizers for group in one.param_groups)
+    lr = max(float(group.get("lr", math.nan)) for member in optimizers for group in member.param_groups)
     wide = torch.float32 if step.device.type == "mps" else torch.float64
     loss = loss_at(torch.zeros_like(step, dtype=wide))
     if not math.isfinite(loss):
         raise InputError(f"{who}: the loss is {loss}; nothing is above or below it")
 
-    def one(d: Tensor) -> CriticalSharpness:
+    def sharpness_along(d: Tensor) -> CriticalSharpness:
         slope, square = float(gradient.to(wide) @ d.to(wide)), float(d.to(wide).square().sum())
         bend = float(d.to(wide) @ product(d).to(wide)) if square else math.nan
         first = -2 * slope / bend if bend > 0 else 1.0
@@ -199,8 +199,8 @@ def along_step(
         return CriticalSharpness(name, lr, loss, square**0.5, slope, curvature, ends[0], ends[1], 1 + ends[2])
 
     positions = {name: at.to(step.device) for name, at in groups.items()}
-    by_group = {name: one(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in positions.items()}
-    return replace(one(step), groups=by_group)
+    by_group = {name: sharpness_along(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in positions.items()}
+    return replace(sharpness_along(step), groups=by_group)
 
 
 def bracket(holds: Callable[[float], bool], t: float, limit: int) -> tuple[float, float, int]:

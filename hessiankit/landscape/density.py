@@ -81,8 +81,8 @@ class SpectralMeasure:
             return Estimate(value, 0.0)
         level = (1 + LEVEL) / 2
         largest = float((f(self.nodes).abs() * (self.weights > 0)).max())
-        one = math.sqrt(2 * (rest - 1) / (rest + 2)) * largest
-        half = max(float(stdtrit(s - 1, level)) * float(sums.std()), float(ndtri(level)) * one) / math.sqrt(s)
+        deviation = math.sqrt(2 * (rest - 1) / (rest + 2)) * largest
+        half = max(float(stdtrit(s - 1, level)) * float(sums.std()), float(ndtri(level)) * deviation) / math.sqrt(s)
         rounding = EIGENVALUE_ROUNDING * self.eps * float(self.sums(lambda t: f(t).abs()).mean())
         return Estimate(value, half + rounding)
 

@@ -135,15 +135,15 @@ def optimizer_preconditioner(
     names, readers = name_of(optimizers), {id(one): reader_of(who, one) for one in optimizers}
     metrics: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
     largest, decays = 0.0, dict[tuple[float, bool], None]()
-    for of, (held_by, group, k) in places_of(who, optimizers, parameters).items():
-        p, name, reader = parameters[of], type(held_by).__name__, readers[id(held_by)]
+    for parameter, (held_by, group, k) in places_of(who, optimizers, parameters).items():
+        p, name, reader = parameters[parameter], type(held_by).__name__, readers[id(held_by)]
         if group.get("maximize"):
             raise InputError(f"{who}: {name} has maximize=True and climbs; pass the optimizer of a loss that is minimised")
         state = held_by.state.get(p, {})
         if reader is not sgd and not float(state.get("step", 0)):
             raise InputError(
-                f"{who}: {name} has moved {of!r} by no step, so its state holds no metric yet; take one, or leave it out with "
-                "params=[...]"
+                f"{who}: {name} has moved {parameter!r} by no step, so its state holds no metric yet; take one, or leave it "
+                "out with params=[...]"
             )
         metric, factors, lr = reader(p, state, group), torch.ones_like(p), float(group["lr"])
         if k < len(cuts := group.get("slices", ())):  # of hessiankit.blockwise_lr
@@ -186,8 +186,8 @@ def _flat(who: str, diagonals: Mapping[str, Any], matrix: Any) -> Tensor:
     """Return a diagonal by name as one vector."""
     shapes = getattr(matrix, "shapes", {})
     kinds = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in diagonals.items()}
-    wrong: Any = next((name for name in (*shapes, *kinds) if kinds.get(name) != shapes.get(name)), None)
-    if wrong is not None or not shapes:
-        shape = shapes.get(wrong, "no such parameter") if shapes else "an operator with parameters by name"
-        raise InputError(f"{who}: preconditioner has {kinds.get(wrong, 'nothing')} for {wrong!r}; expected {shape}")
+    parameter: Any = next((name for name in (*shapes, *kinds) if kinds.get(name) != shapes.get(name)), None)
+    if parameter is not None or not shapes:
+        shape = shapes.get(parameter, "no such parameter") if shapes else "an operator with parameters by name"
+        raise InputError(f"{who}: preconditioner has {kinds.get(parameter, 'nothing')} for {parameter!r}; expected {shape}")
     return torch.cat([diagonals[name].reshape(-1) for name in matrix.slices])

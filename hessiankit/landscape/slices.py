@@ -169,9 +169,9 @@ class LossSlices(Printed, WithDict):
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
         rows = []
-        for one in self.slices:
-            numbers = (one.slope, one.curvature, float(one.losses.min()), float(one.losses.max()))
-            rows.append((one.name, f"{one.length:.4g}", *(f"{x:.4g}" for x in numbers), one.range))
+        for item in self.slices:
+            numbers = (item.slope, item.curvature, float(item.losses.min()), float(item.losses.max()))
+            rows.append((item.name, f"{item.length:.4g}", *(f"{x:.4g}" for x in numbers), item.range))
         yield table(("direction", "length", "slope", "curvature", "smallest loss", "largest loss", "model holds for"), rows)
         yield f"the model holds where it is off by at most {self.slices[0].tolerance:.0%} of its largest change up to |t|"
         if self.plane is not None:
@@ -349,8 +349,8 @@ def _directions(lines: Any, batch: BatchLoss) -> tuple[list[str], Tensor, tuple[
         names = [f"to checkpoint {k + 1}" for k in range(len(checkpoints))] if checkpoints is lines else ["to the checkpoint"]
         notes = tuple(dict.fromkeys(note for _, remarks in directions for note in remarks))
         return names, torch.stack([d for d, _ in directions], dim=1), notes
-    plain = isinstance(lines, Tensor) and lines.layout == torch.strided and not lines.is_meta and lines.is_floating_point()
-    if not plain or lines.ndim not in (1, 2) or lines.shape[0] != batch.size or not lines.numel():
+    is_plain = isinstance(lines, Tensor) and lines.layout == torch.strided and not lines.is_meta and lines.is_floating_point()
+    if not is_plain or lines.ndim not in (1, 2) or lines.shape[0] != batch.size or not lines.numel():
         kind = f"{lines.dtype} of shape {tuple(lines.shape)}" if isinstance(lines, Tensor) else type(lines).__name__
         raise InputError(
             f"{WHO}: along is {kind}; expected a vector ({batch.size},), columns ({batch.size}, k), a spectrum, or state dicts"

@@ -109,19 +109,17 @@ class CheckReport(Printed, WithDict):
                 "Name more references in against=..., or see their health for what broke them."
                 + "".join(f" Note: {r}." for r in self.remarks)
             )
-        failed = [row for row in self.rows if not row.passed]
-        if failed:
-            worst = max(failed, key=lambda row: row.max_rel_error)
-            where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
-            sentence = f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {tolerance})"
+        failures = [row for row in self.rows if not row.passed]
+        if failures:
+            worst = max(failures, key=lambda row: row.max_rel_error)
+            place = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
+            sentence = f"FAILED: {len(failures)} of {len(self.rows)} rows disagree; the worst is {place} (tolerance {tolerance})"
             return sentence + "".join(f". Note: {r}" for r in (worst.note, *self.remarks) if r)
         if not self.identities:
             return f"FAILED: the references agree, but an exact identity does not hold. {self.identities.verdict}"
-        unequal = [row for row in self.exact if not row.passed]
-        if unequal:
-            return (
-                f"FAILED: the references agree, but a formula is wrong in exact arithmetic. {unequal[0].name}: {unequal[0].note}"
-            )
+        error = next((row for row in self.exact if not row.passed), None)
+        if error is not None:
+            return f"FAILED: the references agree, but a formula is wrong in exact arithmetic. {error.name}: {error.note}"
         return (
             f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {tolerance}, {self.comparison})"
             + (f"; {len(self.identities.rows)} identities to {self.identities.max_rel_error:.1e}" if self.identities.rows else "")
@@ -190,14 +188,14 @@ class CheckReport(Printed, WithDict):
             norms = (f"{self.closed_form.spectral_norm(i, j):.4g}", f"{self.closed_form.frobenius_norm(i, j):.4g}")
             rows.append((name, size, methods, *norms, *cells))
         columns = ("size", "method", "||.||_2", "||.||_F") if isinstance(self.closed_form, Hessian) else ()
-        agree = [r for r in references if all(of[r].passed for of in errors.values() if r in of)]
+        agree = [r for r in references if all(by_reference[r].passed for by_reference in errors.values() if r in by_reference)]
         return table(
             ("block pair", *columns, *references),
             rows,
             left=3 if columns else 1,
             names=_parameters(errors),
             drop=("method", "||.||_F", "size", *reversed(agree[1:]), "||.||_2"),
-            rank=[_worst(of) for of in errors.values()],
+            rank=[_worst(by_reference) for by_reference in errors.values()],
             ranked="largest error",
         )
 
@@ -210,9 +208,9 @@ class CheckReport(Printed, WithDict):
             rows = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
             if rows:
                 worst = max(rows, key=lambda row: (not row.passed, row.max_rel_error))
-                failed = "" if all(row.passed for row in rows) else " FAIL"
+                suffix = "" if all(row.passed for row in rows) else " FAIL"
                 agrees = f"agrees with {worst.reference} to {worst.max_rel_error:.1e}"
-                lines.append(f"{words}: {'refused' if math.isinf(worst.max_rel_error) else agrees}{failed}")
+                lines.append(f"{words}: {'refused' if math.isinf(worst.max_rel_error) else agrees}{suffix}")
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
             pairs = f"{len(formulas)} block pairs at tiny unequal sizes"
@@ -253,9 +251,9 @@ class CheckReport(Printed, WithDict):
         yield Detail("references:")
         for line in self.health_lines():  # the cause of a failure is on the first screen
             yield f"  {line}" if line.startswith("note: ") and not self.passed else Detail(f"  {line}")
-        unhealthy = [h.reference for h in self.health if not h.healthy and not h.alone]
-        if unhealthy:
-            yield f"UNHEALTHY, and not counted: {', '.join(unhealthy)}"
+        names = [h.reference for h in self.health if not h.healthy and not h.alone]
+        if names:
+            yield f"UNHEALTHY, and not counted: {', '.join(names)}"
         yield self.verdict
 
 

@@ -153,8 +153,8 @@ class RoundingNoise:
         for first in range(0, len(new_labels), chunk or 1):
             self._measure(new_labels[first : first + chunk])
         columns = torch.stack([self._columns[label] for label in labels], 1)
-        symmetric = tuple(labels) == tuple(self.problem.params)
-        return torch.maximum(columns, columns.T) if symmetric else columns
+        is_symmetric = tuple(labels) == tuple(self.problem.params)
+        return torch.maximum(columns, columns.T) if is_symmetric else columns
 
     def _measure(self, labels: Sequence[str]) -> None:
         """Measure the noise along some labels: every route once at each point."""
@@ -181,8 +181,8 @@ class Worst:
     pair: tuple[str, str] | None  # (i, j) of the error: the derivative of parameter i's gradient along j
 
     def __str__(self) -> str:
-        where = f", block {self.pair[0]} x {self.pair[1]}" if self.pair else ""
-        return f"{self.share:.2g} of the largest entry{where}"
+        place = f", block {self.pair[0]} x {self.pair[1]}" if self.pair else ""
+        return f"{self.share:.2g} of the largest entry{place}"
 
 
 NO_COMPARISON = Worst(math.nan, math.nan, None)
@@ -214,7 +214,7 @@ def joined(parts: Sequence[Gaps]) -> Gaps:
     for gaps in parts:
         for at, label in enumerate(gaps.labels):
             columns.setdefault(label, []).append(torch.stack([numbers[:, at] for numbers in gaps[1:]]))
-    maxima = torch.stack([torch.stack(alike).amax(0) for alike in columns.values()], 2)  # (4, n, labels)
+    maxima = torch.stack([torch.stack(group).amax(0) for group in columns.values()], 2)  # (4, n, labels)
     return Gaps(tuple(columns), *maxima)
 
 
@@ -257,7 +257,7 @@ class Layout:
             forms = V.to(products) @ products.T  # (k, k), entry v_k^T H v_l
             gaps = (forms - forms.T).abs()
             gap = self._over(torch.stack([gaps[rows].amax(0) for rows in self._rows]))
-            scale = self._over(torch.stack([products[:, where].norm(dim=1) for where in self.problem.slices.values()]))
+            scale = self._over(torch.stack([products[:, part].norm(dim=1) for part in self.problem.slices.values()]))
             sizes = torch.tensor([x.numel() for x in self.problem.params.values()], device="cpu").to(products)
             slack = slack * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
         return Gaps(self.labels, gap, scale, scale.T, slack + slack.T)
@@ -293,16 +293,16 @@ class Judge:
         slack = gaps.slack if admitted else torch.zeros_like(gaps.slack)
         is_within = gaps.gap <= slack + floor
         limit = RESOLVED * self.small * gaps.scale.amax()
-        unresolved = is_within & (slack > RESOLVED * gaps.scale) & (slack <= limit)
-        vanishing = is_within & (gaps.scale <= floor)
-        is_doubtful = (vanishing & ~unresolved & (gaps.gap > 0)).any(0)
+        is_unresolved = is_within & (slack > RESOLVED * gaps.scale) & (slack <= limit)
+        is_zero = is_within & (gaps.scale <= floor)
+        is_doubtful = (is_zero & ~is_unresolved & (gaps.gap > 0)).any(0)
         if bool(is_doubtful.any()):
-            symmetric = gaps.labels == self.names
-            labels = [label for label, doubt in zip(gaps.labels, is_doubtful.tolist(), strict=True) if symmetric or doubt]
+            is_symmetric = gaps.labels == self.names
+            labels = [label for label, doubt in zip(gaps.labels, is_doubtful.tolist(), strict=True) if is_symmetric or doubt]
             noise = torch.zeros_like(gaps.gap)
             noise[:, [gaps.labels.index(label) for label in labels]] = self.noise.floor(labels).to(noise)
-            vanishing &= gaps.gap <= slack + noise
-        return torch.where(vanishing | unresolved, 0.0, gaps.gap / gaps.scale.clamp_min(torch.finfo(gaps.gap.dtype).tiny))
+            is_zero &= gaps.gap <= slack + noise
+        return torch.where(is_zero | is_unresolved, 0.0, gaps.gap / gaps.scale.clamp_min(torch.finfo(gaps.gap.dtype).tiny))
 
     def within(self, gaps: Gaps, tolerance: float) -> bool:
         """Tell whether each difference lies within the tolerance plus what the two sides admit."""
@@ -333,13 +333,13 @@ class Judge:
         is_within = relative <= rtol + gaps.relative_slack
         floor = FLOOR * self.eps * gaps.scale.amax()
         is_small = (gaps.first <= floor) & (gaps.second <= torch.maximum(gaps.slack, floor))
-        vanishing = is_within & is_small & ((relative == 0) | (relative > rtol))
+        is_zero = is_within & is_small & ((relative == 0) | (relative > rtol))
         for name, members in cells.items():
             at = tuple(torch.tensor(members, device="cpu").T)
             zero = ""
-            if bool(vanishing[at].all()):
+            if bool(is_zero[at].all()):
                 zero = ROUNDING if bool(gaps.scale[at].any()) else ZERO
-            errors = torch.where(vanishing[at], 0.0, relative[at])
+            errors = torch.where(is_zero[at], 0.0, relative[at])
             yield CheckRow(
                 name, reference, float(errors.amax()), bool(is_within[at].all()), seconds, method_of(self.precision), zero
             )

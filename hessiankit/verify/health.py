@@ -192,8 +192,8 @@ class SideBySide:
             shape = (size, size) if result_probes is None else (len(result_probes.owners), size)
             if tuple(result.value.shape) != shape:
                 raise InputError(f"examine: '{name}' has shape {tuple(result.value.shape)}; expected {shape}.")
-            where = common if result_probes is probes else individual
-            where[name] = result if result_probes is not None else result.mapped(torch.t)  # products, one a row
+            collection = common if result_probes is probes else individual
+            collection[name] = result if result_probes is not None else result.mapped(torch.t)  # products, one a row
         self._compare({}, common, probes)
         for name, result in individual.items():
             assert result.probes is not None

@@ -72,11 +72,11 @@ class IdentityReport(Printed, WithDict):
         """The result in one line."""
         if not self.rows:
             return "no identity applies to this module"
-        failed = [row for row in self.rows if not row.passed]
-        if failed:
-            worst = max(failed, key=lambda row: row.max_rel_error)
-            where = f"{worst.family} of {worst.name}: {worst.max_rel_error:.1e}"
-            return f"FAILED: {len(failed)} of {len(self.rows)} identities; the worst is {where} (tolerance {self.rtol:.0e})"
+        failures = [row for row in self.rows if not row.passed]
+        if failures:
+            worst = max(failures, key=lambda row: row.max_rel_error)
+            place = f"{worst.family} of {worst.name}: {worst.max_rel_error:.1e}"
+            return f"FAILED: {len(failures)} of {len(self.rows)} identities; the worst is {place} (tolerance {self.rtol:.0e})"
         return f"PASSED: {len(self.rows)} identities hold to {self.max_rel_error:.1e} (tolerance {self.rtol:.0e})"
 
     def table_of_rows(self) -> Table:

@@ -50,11 +50,11 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     # A stream of its own: parameters drawn from the same seed would otherwise be directions themselves.
     generator = torch.Generator(device="cpu").manual_seed(seed ^ OWN_STREAM)
     rows, owners = [], []
-    for name, where in problem.slices.items():
-        for _ in range(min(per_block, where.stop - where.start)):
-            numbers = normal((where.stop - where.start,), generator)
+    for name, part in problem.slices.items():
+        for _ in range(min(per_block, part.stop - part.start)):
+            numbers = normal((part.stop - part.start,), generator)
             row = torch.zeros(problem.size, dtype=torch.float64, device="cpu")
-            row[where] = numbers / numbers.norm()
+            row[part] = numbers / numbers.norm()
             rows.append(row)
             owners.append(name)
     return Probes(torch.stack(rows).to(problem.theta), tuple(owners))
@@ -98,8 +98,8 @@ class Direction:
         generator = torch.Generator().manual_seed(self.seed ^ OWN_STREAM)
         v = torch.zeros_like(problem.theta)
         for n in self.names:
-            where = problem.slices[n]
-            v[where] = torch.randn(where.stop - where.start, generator=generator, device="cpu").to(v)
+            part = problem.slices[n]
+            v[part] = torch.randn(part.stop - part.start, generator=generator, device="cpu").to(v)
         return v.div_(v.norm())
 
 

@@ -148,7 +148,7 @@ class Problem:
 
     def largest(self, vectors: Tensor) -> Tensor:
         """Return the largest absolute entry of vectors (..., P) in each parameter, (n, ...)."""
-        return torch.stack([vectors[..., where].abs().amax(-1) for where in self.slices.values()])
+        return torch.stack([vectors[..., part].abs().amax(-1) for part in self.slices.values()])
 
     # The user's own call -----------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Problem:
             return f"{route} gives the loss {loss:.6g}; the module's own is {self.value:.6g}: {why}"
         reference = self.flat_gradient()
         is_near = (gradient - reference).abs() <= slack * reference.abs().amax()
-        parameter = next((name for name, where in self.slices.items() if not bool(is_near[where].all())), None)
+        parameter = next((name for name, part in self.slices.items() if not bool(is_near[part].all())), None)
         return "" if parameter is None else f"{route} gives another gradient in {parameter!r} than the module's own: {why}"
 
 
@@ -274,8 +274,8 @@ def plain_formulas() -> Iterator[None]:
 class _PlainFormulas(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, or its plain formula."""
-        plain = PLAIN.get(func, func)
-        return plain(*args, **(kwargs or {}))
+        formula = PLAIN.get(func, func)
+        return formula(*args, **(kwargs or {}))
 
 
 def _gated(x: Tensor, dim: int = -1) -> Tensor:

@@ -182,6 +182,6 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         result = func(*args, **(kwargs or {}))
-        new = () if func.is_view else (x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor))
-        self.bytes += sum(x.numel() * x.element_size() for x in new)
+        tensors = () if func.is_view else (x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor))
+        self.bytes += sum(x.numel() * x.element_size() for x in tensors)
         return result

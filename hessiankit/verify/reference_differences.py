@@ -53,13 +53,13 @@ def central(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tupl
             progress(len(products), len(V))
     if not products:
         return V, V, ""
-    notes, kinks = [], [one.kink for one in products if one.kink]
-    failures = sum(not one.resolved for one in products)
+    notes, kinks = [], [product.kink for product in products if product.kink]
+    failures = sum(not product.resolved for product in products)
     if kinks:
         notes.append(f"kinks near the point: {len(kinks)} of {len(V)} directions needed steps down to {min(kinks):.0e}")
     if failures:
         notes.append(f"a kink at the point itself: along {failures} of {len(V)} directions the gradient has no derivative")
-    values, errors = torch.stack([one.value for one in products]), torch.stack([one.error for one in products])
+    values, errors = torch.stack([product.value for product in products]), torch.stack([product.error for product in products])
     return values * lengths, errors * lengths, "; ".join(notes)
 
 
@@ -79,35 +79,35 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
         plus, minus = _gradients(problem, [problem.theta + reach * unit, problem.theta - reach * unit])
         return plus - minus
 
-    tiny, suspicious = torch.finfo(unit.dtype).tiny, 10 * torch.finfo(precision).eps ** 0.5
+    tiny, threshold = torch.finfo(unit.dtype).tiny, 10 * torch.finfo(precision).eps ** 0.5
     h = FIRST_STEP[precision] * 2 ** int(math.log2(max(1.0, float(problem.theta.norm()) / LONG)))
-    odd = [odd_part(k * h) for k in (1, 2, 3, 4)]
+    differences = [odd_part(k * h) for k in (1, 2, 3, 4)]
     best, errors = torch.zeros_like(unit), torch.full_like(noise, torch.inf)
-    coarse_estimate, increases, rough, lowest, previous = combined(odd, h), 0, False, math.inf, math.inf
+    coarse_estimate, increases, has_kink, lowest, previous = combined(differences, h), 0, False, math.inf, math.inf
     for _ in range(HALVINGS[precision]):
         h /= 2
-        odd = [odd_part(h), odd[0], odd_part(3 * h), odd[1]]
-        fine_estimate = combined(odd, h)
+        differences = [odd_part(h), differences[0], odd_part(3 * h), differences[1]]
+        fine_estimate = combined(differences, h)
         error = torch.maximum(problem.largest(coarse_estimate - fine_estimate), noise / h)
-        for where, better in zip(problem.slices.values(), (error < errors).tolist(), strict=True):
+        for part, better in zip(problem.slices.values(), (error < errors).tolist(), strict=True):
             if better:
-                best[where] = fine_estimate[where]
+                best[part] = fine_estimate[part]
         errors = torch.minimum(errors, error)
 
         size = problem.largest(fine_estimate)
         relative = float((error / size.clamp_min(1e-4 * float(size.amax())).clamp_min(tiny)).amax())
         rounding = bool((error <= 8 * noise / h).all())
         # Truncation falls 256 times a halving; a large error that hardly falls is a kink.
-        rough |= relative > previous / 4 and relative > suspicious and not rounding
+        has_kink |= relative > previous / 4 and relative > threshold and not rounding
         increases = increases + 1 if relative > lowest else 0
         lowest, previous, coarse_estimate = min(relative, lowest), relative, fine_estimate
-        if relative <= GOAL[precision] or rounding or (increases >= 2 and lowest < suspicious):
-            resolved = True
+        if relative <= GOAL[precision] or rounding or (increases >= 2 and lowest < threshold):
+            has_converged = True
             break
     else:
-        resolved = not lowest > UNRESOLVED
-    spread = [e.expand(where.stop - where.start) for e, where in zip(errors, problem.slices.values(), strict=True)]
-    return _Product(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
+        has_converged = not lowest > UNRESOLVED
+    spread = [e.expand(part.stop - part.start) for e, part in zip(errors, problem.slices.values(), strict=True)]
+    return _Product(best, SAFETY * torch.cat(spread), h if has_kink and has_converged else 0.0, has_converged)
 
 
 def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
@@ -131,9 +131,9 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     return torch.stack(samples).sort(dim=0).values[(len(samples) - 1) // 2]  # the median, which is not deterministic on CUDA
 
 
-def combined(odd: Sequence[Tensor], h: float) -> Tensor:
+def combined(differences: Sequence[Tensor], h: float) -> Tensor:
     """Return the derivative from the differences f(x + k h) - f(x - k h), k = 1 to 4."""
-    return sum((weight * part for weight, part in zip(WEIGHTS, odd, strict=True)), torch.zeros_like(odd[0])) / h
+    return sum((weight * part for weight, part in zip(WEIGHTS, differences, strict=True)), torch.zeros_like(differences[0])) / h
 
 
 def _gradients(problem: Problem, points: Iterable[Tensor]) -> Tensor:

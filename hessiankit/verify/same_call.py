@@ -104,9 +104,9 @@ class SameCall:
         """Compare a gradient (P) with that of the module's own call: two results along one direction, judged as any other."""
         problem, names = self.problem, list(self.problem.params)
         routes = {MODULE: lambda at, _: at.flat_gradient()[None], HESSIANKIT: lambda at, _: gradient_by_operator(at)[None]}
-        one = Direction("gradient", tuple(names), 0)
-        judge = Judge(RoundingNoise(problem, routes, self.judge.precision, {one.label: one}))
-        gaps = Layout(problem, [one.label]).gaps(gradient[None], problem.flat_gradient()[None])
+        direction = Direction("gradient", tuple(names), 0)
+        judge = Judge(RoundingNoise(problem, routes, self.judge.precision, {direction.label: direction}))
+        gaps = Layout(problem, [direction.label]).gaps(gradient[None], problem.flat_gradient()[None])
         cells = {f"gradient: {group}": [(names.index(n), 0) for n in members] for group, members in self.groups.items()}
         yield from judge.rows(gaps, self.rtol, MODULE, seconds, cells)
 
@@ -151,8 +151,8 @@ class SameCall:
 
     def _columns(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ``ENTRIES`` random places (m) of each of some parameters, and a reference's products along those unit vectors."""
-        generator, where = torch.Generator().manual_seed(0), list(self.problem.slices.values())
-        entries = [w.start + torch.randint(w.stop - w.start, (ENTRIES,), generator=generator, device="cpu") for w in where]
+        generator, parts = torch.Generator().manual_seed(0), list(self.problem.slices.values())
+        entries = [w.start + torch.randint(w.stop - w.start, (ENTRIES,), generator=generator, device="cpu") for w in parts]
         for first in range(0, len(entries), CHUNK):
             at = torch.cat(entries[first : first + CHUNK]).to(self.problem.device)
             units = self.problem.theta.new_zeros(len(at), self.problem.size)
@@ -171,12 +171,14 @@ class SameCall:
         label = {n: b for b, members in enumerate(self.groups.values()) for n in members}
         for at, H in columns:
             differences = (diagonal[at] - H[torch.arange(len(at), device=at.device), at]).abs()
-            for a, (n, where) in enumerate(self.problem.slices.items()):
-                is_member = (at >= where.start) & (at < where.stop)
+            for a, (n, part) in enumerate(self.problem.slices.items()):
+                is_member = (at >= part.start) & (at < part.stop)
                 if bool(is_member.any()):
                     gap[a, label[n]] = float(differences[is_member].max())
-                    scale[a, label[n]] = max(float(diagonal[where].abs().max()), float(H[is_member, where].abs().max()))
-        cells = {f"diagonal: {group}": [(names.index(n), b) for n in of] for b, (group, of) in enumerate(self.groups.items())}
+                    scale[a, label[n]] = max(float(diagonal[part].abs().max()), float(H[is_member, part].abs().max()))
+        cells = {
+            f"diagonal: {group}": [(names.index(n), b) for n in members] for b, (group, members) in enumerate(self.groups.items())
+        }
         gaps = Gaps(tuple(self.groups), gap, scale, scale, torch.zeros_like(gap))
         yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)
 

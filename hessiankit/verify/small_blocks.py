@@ -40,8 +40,8 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
     They are written for the post-norm block with LayerNorm, one head and no attention biases.
     """
     attention, norm = block.attention, block.norm_1
-    plain = attention.n_heads == 1 and not attention.rotary and all(getattr(attention, b) is None for b in ("b_Q", "b_O"))
-    if block.placement != "post" or not plain or block.feedforward.W_G is not None or not isinstance(norm, torch.nn.LayerNorm):
+    is_plain = attention.n_heads == 1 and not attention.rotary and all(getattr(attention, b) is None for b in ("b_Q", "b_O"))
+    if block.placement != "post" or not is_plain or block.feedforward.W_G is not None or not isinstance(norm, torch.nn.LayerNorm):
         return None
     arrays = {letter(name): p.detach() for name, p in block.named_parameters()}
     mask = x.new_full((len(x), len(x)), -math.inf).triu(1) if attention.causal else None
@@ -59,11 +59,11 @@ def formula_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     point = point_of(twin, x)
     if point is None:
         return
-    fast = hessian(twin, x, target, handshake=False)
-    largest = float(fast.matrix.abs().max())
-    for i, j in fast.pairs():
+    result = hessian(twin, x, target, handshake=False)
+    largest = float(result.matrix.abs().max())
+    for i, j in result.pairs():
         formula = point.loss_hessian(target, letter(i), letter(j)).total.dense()
-        difference, scale = float((formula - fast.block(i, j)).abs().max()), float(formula.abs().max())
+        difference, scale = float((formula - result.block(i, j)).abs().max()), float(formula.abs().max())
         vanishes = max(difference, scale) <= 1e-14 * largest
         error = 0.0 if vanishes else difference / scale if scale else math.inf
         yield CheckRow(f"{i} x {j} (formula)", FORMULAS, error, error <= TOLERANCE, time.perf_counter() - start)
@@ -82,8 +82,8 @@ def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     Its closed form is compared with two references along a direction on each parameter, and its diagonal with that.
     """
     start, s, generator = time.perf_counter(), structure_of(block), torch.Generator().manual_seed(seed)
-    gated, has_shared_keys = s.activation == "swiglu", s.n_kv_heads < s.n_heads
-    kinds = {"activation": s.activation if gated else "gelu", "bias": not gated, "attention_bias": False}
+    is_gated, has_shared_keys = s.activation == "swiglu", s.n_kv_heads < s.n_heads
+    kinds = {"activation": s.activation if is_gated else "gelu", "bias": not is_gated, "attention_bias": False}
     heads = {"n_heads": HEADS, "n_kv_heads": HEADS // 2 if has_shared_keys else HEADS, "d_k": HEAD, "output_projection": True}
     twin = s.block(WIDTH, HIDDEN, **kinds, **heads).double()
     for p in twin.parameters():

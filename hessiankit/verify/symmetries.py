@@ -186,11 +186,11 @@ def _norm_scales(samples: Sequence[GradientSample], rng: torch.Generator, withou
     theta, statement = samples[0].theta, "<A, g> = 0, H A = -g on A, 0 elsewhere"
     names = [name for name in theta if name not in without_effect]
     products = [[s.theta[n] * s.g[n] for s in samples] for n in names]
-    sums = torch.stack([torch.stack([x.sum() for x in one]) for one in products])  # (parameters, samples)
-    sizes = torch.stack([torch.stack([x.abs().sum() for x in one]) for one in products])
+    sums = torch.stack([torch.stack([x.sum() for x in parameter]) for parameter in products])  # (parameters, samples)
+    sizes = torch.stack([torch.stack([x.abs().sum() for x in parameter]) for parameter in products])
     zero = (sums.abs() <= VANISHES * sizes).all(1)
-    for name, free in zip(names, zero.tolist(), strict=True):
-        if free:
+    for name, is_free in zip(names, zero.tolist(), strict=True):
+        if is_free:
             legs = [Leg(name, axis, 0, n) for axis, n in enumerate(theta[name].shape[:2]) if n > 1 and theta[name].ndim > 1]
             leg = next((leg for leg in legs if bool(_zero([_charge(leg, s) for s in samples]).all())), None)
             if leg is None:
@@ -198,8 +198,8 @@ def _norm_scales(samples: Sequence[GradientSample], rng: torch.Generator, withou
             else:
                 motion = Motion(((leg, normal((leg.size,), rng, theta[name])),))
                 yield Symmetry("norm scale", statement, (name,), (), (motion,))
-    joint = ((sums[:, None] + sums).abs() <= VANISHES * (sizes[:, None] + sizes)).all(2)
-    for a, b in joint.nonzero().tolist():
+    is_joint = ((sums[:, None] + sums).abs() <= VANISHES * (sizes[:, None] + sizes)).all(2)
+    for a, b in is_joint.nonzero().tolist():
         if not zero[a] and not zero[b] and theta[names[a]].ndim > 1 and theta[names[b]].ndim == 1:
             yield _scaled(statement, theta, names[a], names[b])
 
@@ -268,13 +268,13 @@ def _gauge(signs: Mapping[Leg, int], samples: Sequence[GradientSample], rng: tor
     first = next((sign for leg, sign in signs.items() if flat[leg]), next(iter(signs.values())))
     members, partners = ([leg for leg, s in signs.items() if (s == first) is side] for side in (True, False))
     like, k = thetas[members[0].parameter], members[0].size
-    free = torch.eye(k, dtype=torch.bool, device=like.device)
+    is_free = torch.eye(k, dtype=torch.bool, device=like.device)
     if k <= DENSE:
         sums = [_matrix_charge(members, partners, s) for s in samples]
-        alive = torch.stack([scale > 0 for _, scale in sums]).all(0)  # where nothing depends on them, units may be dead
-        free |= _zero(sums) & alive
-    G = normal((k, k), rng, like) / k**0.5 * free  # so that exp(t G) stays well conditioned at every width
-    diagonal = bool((free.sum(0) == 1).all())
+        is_alive = torch.stack([scale > 0 for _, scale in sums]).all(0)  # where nothing depends on them, units may be dead
+        is_free |= _zero(sums) & is_alive
+    G = normal((k, k), rng, like) / k**0.5 * is_free  # so that exp(t G) stays well conditioned at every width
+    diagonal = bool((is_free.sum(0) == 1).all())
     axes = [{leg.axis for leg in side if not flat[leg]} for side in (members, partners)]
     family = "logits" if axes[0] == axes[1] else "linear maps"
     generators = [G.diagonal() if diagonal else G, like.new_ones(k)]
