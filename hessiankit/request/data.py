@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from hessiankit.request.checks import IGNORE_INDEX
-from hessiankit.request.loss import Loss, LossArgument, member
+from hessiankit.request.loss import Loss, LossArgument, is_behind, member
 from hessiankit.support.containers import arguments, map_tensors, named_tensors, samples
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.memory import available_memory, byte_size
@@ -259,7 +259,7 @@ class Labels:
         if self.is_shifted is None and len(sample_numbers):
             rows = slice(None) if self.trial is None else sample_numbers[: self.trial]
             trial = on_device_of(self.model, samples((inputs, labels), rows, len(labels)))
-            with preserved_state(self.model), ordinary_path():
+            with preserved_state(self.model), ordinary_path(), torch.no_grad():
                 self.is_shifted = compared_labels(self.model, *trial) != "here"
         return inputs, labels if self.is_shifted is False else one_later(labels)
 
@@ -292,12 +292,12 @@ def one_later(labels: Tensor) -> Tensor:
     return torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), IGNORE_INDEX)], -1)
 
 
-@torch.no_grad()
 def compared_labels(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> str:
     """Return how the model's own loss compares logits with labels, from one call of it.
 
     ``"here"``: logits t with label t. ``"later"``: with label t + 1, as a causal language model. ``"other"``: the loss is not the
-    cross entropy of the logits. ``""``: the model has no loss of these labels.
+    cross entropy of the logits or, where gradients are enabled, depends on the parameters by another way too. ``""``: the model
+    has no loss of these labels.
     """
     parameters = inspect.signature(model.forward).parameters
     takes = "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -307,11 +307,13 @@ def compared_labels(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
         return ""
     if logits is None or labels.is_floating_point() or labels.shape != logits.shape[:-1] or not bool(loss.isfinite()):
         return "other"
-    wide = logits.double()
+    if loss.requires_grad and not is_behind(loss, logits):
+        return "other"  # such as a penalty, whose value may be 0 where its second derivatives are not
+    wide, value = logits.detach().double(), float(loss.detach())
     ways = {"here": F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)}
     if labels.ndim > 1 and labels.shape[-1] > 1:
         ways["later"] = F.cross_entropy(wide[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), ignore_index=IGNORE_INDEX)
-    differences = {way: abs(float(x) - float(loss)) / max(abs(float(loss)), 1e-30) for way, x in ways.items()}
+    differences = {way: abs(float(x) - value) / max(abs(value), 1e-30) for way, x in ways.items()}
     nearest = min(differences, key=lambda way: differences[way])
     return nearest if differences[nearest] < LOSS_TOLERANCE else "other"
 

@@ -169,7 +169,7 @@ class Loss:
             name = self.name or _closed_form(self.equals, part, target)
             return replace(self, name=name, function=FUNCTIONS[name] if name else self.function, reads="logits")
         logits = None if isinstance(result, Tensor) else member(result, "logits")
-        return replace(self, splits=logits is not None and value is not logits and _is_behind(value, logits))
+        return replace(self, splits=logits is not None and value is not logits and is_behind(value, logits))
 
 
 def read_loss(loss: LossArgument) -> Loss:
@@ -276,7 +276,7 @@ def _closed_form(equals: nn.Module | None, output: Tensor, target: Any) -> str:
     return "cross_entropy" if plain and target.shape == output.shape[:1] else ""
 
 
-def _is_behind(value: Tensor, output: Tensor) -> bool:
+def is_behind(value: Tensor, output: Tensor) -> bool:
     """Tell whether autograd knows a value to depend on leaves, and every way to them to pass an output."""
     if value.grad_fn is None:
         return False

@@ -124,6 +124,27 @@ def test_a_loss_with_more_than_a_cross_entropy_is_the_models_own():
         hk.hessian(model, [{"input_ids": ids, "labels": ids}] * 2, params="*ln_f*")
 
 
+def test_a_penalty_without_value_is_part_of_the_models_own_loss():
+    """At its minimum it moves no digit of the loss, and adds 2 to the diagonal of the Hessian."""
+
+    class Anchored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+            self.anchor = self.model.transformer.ln_f.weight.detach().clone()
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            result = self.model(input_ids=input_ids, labels=labels)
+            if labels is not None:
+                result.loss = result.loss + (self.model.transformer.ln_f.weight - self.anchor).square().sum()
+            return result
+
+    model, ids = Anchored(), torch.tensor([[2, 3, 4, 5]])
+    data, params = {"input_ids": ids, "labels": ids}, "*ln_f.weight"
+    without = hk.hessian(model, data, loss="cross_entropy", params=params).matrix
+    assert error(hk.hessian(model, data, params=params).matrix, without + 2 * torch.eye(4).double()) <= 1e-6  # float32 on the way
+
+
 def test_first_contact_is_told_what_to_do():
     ids = torch.tensor([[2, 3, 4, 5]])
     with pytest.raises(hk.InputError, match=r"^hessian: call model\.eval\(\) first: 'transformer.drop' is a dropout layer"):

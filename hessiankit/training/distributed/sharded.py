@@ -190,7 +190,7 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
         return None
     inputs = dict(on_device_of(model, one))
     labels = inputs.pop("labels")
-    with ranks.exchange(), evaluating(model):
+    with ranks.exchange(), evaluating(model), torch.no_grad():
         comparison = compared_labels(model, inputs, labels)
     reshard(model)
     return comparison != "here"
