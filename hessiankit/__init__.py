@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.training.partition import block_types, named_slices
     from hessiankit.training.sharpness import sharpness
     from hessiankit.verify.check import check
+    from hessiankit.verify.check_jacobian import check_jacobian
 
 _NAMES = {
     "blocks": "Transformer TransformerBlock VisionTransformer",
@@ -65,6 +66,7 @@ _NAMES = {
     "support.errors": "ConvergenceError HessiankitError InputError OutOfMemoryError TraceError",
     "tracing.trace": "trace_module",
     "verify.check": "check",
+    "verify.check_jacobian": "check_jacobian",
     "request.function": "from_function",
 }
 CALLS = {
@@ -85,11 +87,10 @@ _HOME = {name: f"hessiankit.{module}" for module, names in _NAMES.items() for na
 __all__ = [
     "ConvergenceError", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Monitor",
     "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations", "block_types",
-    "blockwise_lr", "blockwise_schedule", "bounds", "check", "critical_sharpness", "depth_diagnostics", "derive",
-    "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator", "identical",
-    "jacobian_operator",
-    "linear_cross_entropy", "loss_slices", "named_slices", "scalar_estimates", "scaled_dot_product_attention", "sharpness",
-    "spectrum", "trace_module", "twice_differentiable_attention",
+    "blockwise_lr", "blockwise_schedule", "bounds", "check", "check_jacobian", "critical_sharpness", "depth_diagnostics",
+    "derive", "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator",
+    "identical", "jacobian_operator", "linear_cross_entropy", "loss_slices", "named_slices", "scalar_estimates",
+    "scaled_dot_product_attention", "sharpness", "spectrum", "trace_module", "twice_differentiable_attention",
 ]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:

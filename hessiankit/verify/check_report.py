@@ -146,8 +146,8 @@ class CheckReport(Printed, WithDict):
         A reference passes beyond the line where it states an error of its own, as central differences do.
 
         Args:
-            path: Path of the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
-                it as CSV.
+            path: Path of the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``, or ``.csv`` for
+                the numbers.
 
         Raises:
             InputError: The file cannot be written.

@@ -294,3 +294,53 @@ def test_shapes_and_names_that_do_not_fit_are_one_error(mistake: str) -> None:
     analytic, message = BAD[mistake]
     with pytest.raises(InputError, match=message):
         hk.check(SCALED, X, T, analytic=analytic)
+
+
+def softmax_jacobian(x: Tensor) -> Tensor:
+    return torch.block_diag(*(torch.diag(s) - torch.outer(s, s) for s in x.softmax(-1)))
+
+
+WEIGHT = torch.randn(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("f", "analytic"),
+    [
+        (lambda x: x.softmax(-1), softmax_jacobian),
+        (lambda x: x @ WEIGHT.T.to(x), lambda x: torch.kron(torch.eye(3), WEIGHT).to(x)),
+        (lambda x: x.T, lambda x: torch.einsum("ik,jl->jikl", torch.eye(3), torch.eye(4)).to(x)),
+    ],
+)
+def test_a_jacobian_of_the_users_own(f: Callable[[Tensor], Tensor], analytic: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(3, 4)
+    report = hk.check_jacobian(f, x, analytic=analytic)
+    assert report.passed
+    assert [row for row in report.rows if row.name == "analytic: output x x"]
+    report = hk.check_jacobian(f, x, analytic=lambda x: 1.5 * analytic(x))
+    assert not report.passed
+    assert "your block is right if multiplied by 0.666667" in report.verdict
+
+
+def test_a_jacobian_in_column_order_is_told() -> None:
+    report = hk.check_jacobian(nn.Linear(4, 2), torch.randn(3, 4), analytic=torch.kron(torch.randn(2, 4), torch.eye(3)))
+    assert not report.passed
+    assert "no transpose" in report.verdict
+    layer = nn.Linear(4, 2)
+    report = hk.check_jacobian(layer, torch.randn(3, 4), analytic=torch.kron(layer.weight.double(), torch.eye(3).double()))
+    assert "column-stacking (vec_c) to vec_r" in report.verdict
+    assert layer.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "message"),
+    [
+        (nn.Identity(), [1.0], "x is a list; expected a tensor of real"),
+        (nn.Identity(), torch.tensor([1]), "x is torch.int64"),
+        (lambda x: x.sum().item(), torch.ones(2), r"f\(x\) is a float"),
+        (nn.Linear(3, 2), torch.ones(2), r"f\(x\) raised RuntimeError"),
+        (nn.Identity(), torch.ones(3), r"analytic\['output', 'x'\] is a Tensor of shape \(2, 2\)"),
+    ],
+)
+def test_jacobians_that_cannot_be_checked(f: Callable[[Tensor], Tensor], x: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        hk.check_jacobian(f, x, analytic=torch.eye(2))
