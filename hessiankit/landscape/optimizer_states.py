@@ -181,5 +181,6 @@ def reader_of(who: str, optimizer: Optimizer) -> Reader:
             return reader
     raise InputError(
         f"{who}: no metric is known for {kind.__name__}: its state holds no positive P, or none with a documented form. Pass one "
-        f"of {', '.join(one.__name__ for one in READERS)} of torch, or P itself: a diagonal or a positive operator"
+        f"of {', '.join(one.__name__ for one in READERS)} of torch, or P itself: diagonals by parameter, a function that returns "
+        "them, or a positive operator"
     )

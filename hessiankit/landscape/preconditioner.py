@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,11 @@ from hessiankit.landscape.optimizer_states import Metric, Optimizers, decay_note
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed
+from hessiankit.tracing.source_line import at_line, first_line
 
 FORMS = (
-    "a torch optimizer or a list of them, a diagonal (one tensor or one for each parameter by name), or a symmetric positive "
-    "matrix or operator"
+    "a torch optimizer or a list of them, a diagonal (one tensor or one for each parameter by name), a symmetric positive "
+    "matrix or operator, or a function of the dict of parameters that returns a diagonal"
 )
 
 
@@ -94,14 +95,21 @@ def preconditioner_of(who: str, form: Any, matrix: Any, module: nn.Module | None
     """Return the preconditioner that a user asked for, in one of :data:`FORMS`.
 
     ``matrix`` is the operator that it is for, with ``slices`` and ``shapes`` where parameters have names; ``module`` has the
-    parameters that an optimizer holds.
-
+    parameters that an optimizer holds and a function is called with.
     """
     size, like = matrix.shape[0], {"dtype": matrix.torch_dtype, "device": matrix.device}
-    if isinstance(form, Optimizer) or (isinstance(form, Sequence) and form and all(isinstance(x, Optimizer) for x in form)):
+    is_optimizer = isinstance(form, Optimizer) or (
+        isinstance(form, Sequence) and form and all(isinstance(x, Optimizer) for x in form)
+    )
+    is_function = callable(form) and not isinstance(form, (Optimizer, LinearOperator, Tensor))
+    if is_optimizer or is_function:
         if module is None:
-            raise InputError(f"{who}: an optimizer's parameters are those of a module; pass the module with its data")
-        return optimizer_preconditioner(who, form, {name: module.get_parameter(name) for name in matrix.slices}, **like)
+            what = "an optimizer's parameters are those" if is_optimizer else "a function is called with the parameters"
+            raise InputError(f"{who}: {what} of a module; pass the module with its data")
+        parameters: dict[str, Tensor] = {name: module.get_parameter(name) for name in matrix.slices}
+        if is_optimizer:
+            return optimizer_preconditioner(who, form, parameters, **like)
+        form = _called(who, form, parameters)
     if isinstance(form, Mapping):
         form = _flat(who, form, matrix)
     if isinstance(form, LinearOperator) or (isinstance(form, (Tensor, np.ndarray)) and form.ndim == 2):
@@ -116,6 +124,16 @@ def preconditioner_of(who: str, form: Any, matrix: Any, module: nn.Module | None
     if not bool((values > 0).all()) or not bool(torch.isfinite(values).all()):
         raise InputError(f"{who}: the preconditioner's diagonal has an entry that is not a positive number; add a damping to it")
     return Preconditioner("diagonal", diagonal_operator(values.rsqrt()))
+
+
+def _called(who: str, function: Callable[[dict[str, Tensor]], Any], parameters: dict[str, Tensor]) -> Any:
+    """Return the P of a user's function."""
+    try:
+        with torch.no_grad():
+            return function(parameters)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}{at_line(error)}"
+        raise InputError(f"{who}: preconditioner, called with a dict of the parameters, raised {reason}") from error
 
 
 @torch.no_grad()

@@ -131,8 +131,9 @@ def spectrum(
         preconditioner: A symmetric positive P, for the spectrum of P^(-1/2) H P^(-1/2): the torch optimizer that trains the
             module, or a list of several, with the metric read from their states and the threshold beside the eigenvalues (which
             optimizers and how: :mod:`hessiankit.landscape.optimizer_states`); a diagonal, as one tensor or one for each parameter
-            by name; or a matrix or operator, which is formed unless it is a
-            :class:`~hessiankit.curvature.structures.StructuredOperator`.
+            by name; a matrix or operator, which is formed unless it is a
+            :class:`~hessiankit.curvature.structures.StructuredOperator`; or a function that returns one of these, called with
+            a dict of the module's parameters, by which any optimizer's state can be read.
         k: Largest eigenvalues, with vectors.
         bottom: Smallest eigenvalues, with vectors.
         density: Whether to take density, trace and ranks too, in ``directions`` x ``steps`` more products.

@@ -289,6 +289,11 @@ BAD = {
     "zero": (lambda m: torch.zeros(26, **DOUBLE), "has an entry that is not a positive number"),
     "negative": (lambda m: -torch.eye(26, **DOUBLE), "has an eigenvalue of -1; pass a positive one"),
     "not symmetric": (lambda m: torch.ones(26, 26, **DOUBLE).triu(), "the preconditioner and its transpose differ"),
+    "a function that fails": (
+        lambda m: lambda p: p["nothing"],
+        r"called with a dict of the parameters, raised KeyError: 'nothing'",
+    ),
+    "a function of nothing": (lambda m: lambda p: None, "preconditioner is a NoneType; expected a torch optimizer"),
     "a name": (lambda m: {"0.weight": torch.ones(4, 3)}, "preconditioner has nothing for '0.bias'"),
 }
 
@@ -324,10 +329,29 @@ def test_two_optimizers_are_one_of_two_groups() -> None:
     assert mixed.preconditioner.name == "AdamW and SGD"
 
 
+def test_a_function_reads_any_optimizers_state() -> None:
+    """NAdam has no metric of its own here: its second moments, read by hand, and those of Adam agree as diagonals."""
+    model, optimizer, x, y = trained(torch.optim.NAdam, {"lr": 1e-2}, 3)
+
+    def second_moments(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: optimizer.state[p]["exp_avg_sq"].sqrt() + 1e-8 for name, p in parameters.items()}
+
+    weights = [name for name, p in model.named_parameters() if p.ndim > 1]
+    options = {"loss": "cross_entropy", "k": 3, "params": weights}
+    found = hk.spectrum(model, x, y, preconditioner=second_moments, **options)
+    parameters = {name: model.get_parameter(name) for name in weights}
+    flat = torch.cat([second_moments(parameters)[name].flatten() for name in weights])
+    H = hk.hessian(model, x, y, loss="cross_entropy", params=weights).matrix
+    expected = torch.linalg.eigvalsh(H / (flat.sqrt() * flat.sqrt()[:, None]))
+    assert np.asarray(found.eigenvalues) == pytest.approx(expected[-3:].flip(0).numpy(), rel=1e-6)
+
+
 def test_an_optimizer_needs_the_module() -> None:
     module, x, y = problem()
     with pytest.raises(hk.InputError, match="an optimizer's parameters are those of a module"):
         called(hk.hessian_operator(module, x, y), k=1, preconditioner=SGD(module.parameters(), lr=0.1))
+    with pytest.raises(hk.InputError, match="a function is called with the parameters of a module"):
+        called(hk.hessian_operator(module, x, y), k=1, preconditioner=lambda parameters: parameters)
     optimizer = AdamW(module.parameters(), eps=0.0)
     optimizer.state.update({p: {"step": torch.ones(()), "exp_avg_sq": torch.zeros_like(p)} for p in module.parameters()})
     with pytest.raises(hk.InputError, match="AdamW divides by 0"):
