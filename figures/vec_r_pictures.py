@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.matrix import Commutation
-from hessiankit.curvature.plots import write_numbers
+from hessiankit.curvature.plot_frame import write_numbers
 
 NAME = Path(__file__).stem
 ROWS = ("#0072B2", "#E69F00", "#009E73")  # Okabe and Ito's blue, orange and green: a colour a row of the matrix

@@ -21,7 +21,7 @@ EXAMPLES = (
         "your own model on ten drawn inputs of width 6; the matrix in a file",
     ),
 )
-SUFFIXES = (".png", ".svg", ".pdf")
+SUFFIXES = (".png", ".svg", ".pdf", ".csv")
 app = command("hessian", EXAMPLES, "--dry-run, and it does not fit")
 
 
@@ -48,7 +48,7 @@ def run(
         out: Write the matrix to this .npy file, a part at a time is in memory.
         overwrite: Replace the file at --out.
         resume: Keep the finished rows of the file at --out, if they are those of this Hessian.
-        plot: Draw the entries as a heat map, as .png, .svg or .pdf; the numbers beside it.
+        plot: Draw the entries as a heat map, as .png, .svg or .pdf; .csv for the norms of its blocks.
     """
     if plot is not None and plot.suffix not in SUFFIXES:
         raise InputError(f"cannot draw {plot}; name a file that ends in {', '.join(SUFFIXES)}")
@@ -92,5 +92,5 @@ def run(
         say(f"wrote {out}")
     if plot is not None and isinstance(result, Hessian):
         picture = result.plot(plot, title=f"Hessian of {problem.name.partition(',')[0]}")
-        say(f"wrote {plot} and {plot.with_suffix('.csv')}: {picture.caption}")
+        say(f"wrote {plot}: {picture.caption}")
     return int(isinstance(result, Forecast) and not result.fits)

@@ -228,7 +228,7 @@ class Hessian(Printed):
         """Draw the entries in log scale, block by block, under a title; see :func:`hessiankit.curvature.plots.heatmap`.
 
         The Matplotlib figure has a ``caption`` that says how to read the map. It is written to ``path``, as ``.png``, ``.svg`` or
-        ``.pdf``, with the norms of the blocks beside it as CSV; an InputError says why it cannot be. With ``ax`` map, labels and
+        ``.pdf``, or the norms of the blocks, as ``.csv``; an InputError says why it cannot be. With ``ax`` map, labels and
         colour bar are drawn into these axes, and their figure is returned.
         """
         from hessiankit.curvature.plots import heatmap  # only here: Matplotlib

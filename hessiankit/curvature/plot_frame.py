@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,14 +157,19 @@ SUFFIXES: dict[str, dict[str, None]] = {
 }
 
 
+FORMATS = ", ".join(SUFFIXES)
+
+
 class Picture(Figure):
     """A Matplotlib figure of a width and a height in inches, which needs no display, and shows itself in a notebook.
 
     Attributes:
         caption: What a reader must know beside the picture: scale, sizes, what grey means. It is text, and not drawn.
+        numbers: Header and rows of the table behind it, which a path that ends in ``.csv`` gets.
     """
 
     caption = ""
+    numbers: tuple[Sequence[str], Iterable[Sequence[object]]] | None = None
 
     def __init__(self, width: float, height: float, **options: Any) -> None:
         super().__init__((width, height), **{"dpi": DPI, "facecolor": "white", **options})
@@ -243,6 +249,12 @@ class Frame:
             patch = self._add_axes((x, y, w, square), xticks=[], yticks=[], facecolor=ZERO)
             patch.text(1.35, 0.5, "0", fontsize=8.5, ha="left", va="center_baseline", transform=patch.transAxes)
 
+    def write(self, path: Path | str | None, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Write the picture with the numbers behind it, if there is a path."""
+        self.figure.numbers = header, rows
+        if path is not None:
+            write_picture("plots", self.figure, Path(path))
+
 
 def picture_bytes(figure: Figure, suffix: str) -> bytes:
     """Return a picture in a format, the same bytes every time."""
@@ -253,17 +265,39 @@ def picture_bytes(figure: Figure, suffix: str) -> bytes:
 
 
 def check_suffix(who: str, path: Path) -> None:
-    """Refuse a picture in another format than those of ``SUFFIXES``."""
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"{who}: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
+    """Refuse a picture in another format than those of ``SUFFIXES`` and ``.csv``."""
+    if path.suffix not in (*SUFFIXES, ".csv"):
+        raise InputError(f"{who}: cannot write {path.name!r}; name a file that ends in {FORMATS}")
 
 
 def write_picture(who: str, figure: Figure, path: Path) -> None:
-    """Write a picture in the format that the suffix names, one of ``SUFFIXES``, as a whole, and its folder if it is missing."""
+    """Write a picture, or the numbers behind it, in the format that the suffix names, and the folder if it is missing."""
     check_suffix(who, path)
+    numbers = getattr(figure, "numbers", None)
+    if path.suffix == ".csv":
+        if numbers is None:
+            raise InputError(f"{who}: cannot write {path.name!r}: this picture has no table; name a file that ends in {FORMATS}")
+        write_numbers(path, *numbers)
+        return
     content = picture_bytes(figure, path.suffix)
     make_folder(who, path.parent)
     write_bytes(who, path, content)
+
+
+def write_numbers(path: Path | str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
+    """Write a table as CSV (UTF-8, one line a row) and return its path.
+
+    >>> import tempfile
+    >>> write_numbers(Path(tempfile.mkdtemp()) / "t.csv", ("step", "loss"), [(1, 0.5)]).read_text()
+    'step,loss\\n1,0.5\\n'
+    """
+    target, text = Path(path), io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    make_folder("plots", target.parent)
+    write_bytes("plots", target, text.getvalue().encode())
+    return target
 
 
 def _measure(texts: Sequence[str], size: float) -> tuple[float, float]:

@@ -1,13 +1,11 @@
 """Pictures of a Hessian: the heat map of its entries, the map of its block norms, two heat maps side by side.
 
 Every picture is a Matplotlib figure that needs no display. With a ``path`` it is written as ``.png``, ``.svg`` or
-``.pdf``, and the numbers behind it as ``.csv`` beside it; the same numbers give the same bytes.
+``.pdf``, or the numbers behind it as ``.csv``; the same numbers give the same bytes.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,10 +30,8 @@ from hessiankit.curvature.plot_frame import (
     picture,
     pooled,
     short_labels,
-    write_picture,
 )
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import make_folder, write_bytes
 from hessiankit.support.tables import short_names
 
 Sizes: TypeAlias = Sequence[int] | Mapping[str, slice]
@@ -124,7 +120,7 @@ def side_by_side(
         frame.figure.caption = "; ".join(filter(None, about)) + "."
         header = ("panel", "row", "column", "rows", "columns", "max_abs", "rms", "frobenius", "zero_fraction")
         table = (row for t, a in zip(titles, arrays, strict=True) for row in _summary(t, a, names, rows, zero))
-        _write(frame, path, header, table)
+        frame.write(path, header, table)
     return frame.figure
 
 
@@ -164,7 +160,7 @@ def block_norms_map(
             frame.axes[0].text(*place, text, ha="center", va="center", fontsize=min(9.0, 0.27 * cell / POINT), color=ink)
         frame.colour_bar(mappable, norm, values[values > zero], bool((values <= zero).any()))
         rows = [(names[i], names[j], f"{values[i, j]:.9g}") for i, j in np.ndindex(count, count)]
-        _write(frame, path, ("row", "column", "norm"), rows)
+        frame.write(path, ("row", "column", "norm"), rows)
     return frame.figure
 
 
@@ -194,7 +190,7 @@ def row_chart(
 
     NaN is not drawn; 0 and infinity are hollow marks at the ends of the axis. An empty label makes a gap. ``intervals`` are those
     of the first series, NaN where they are not known; ``line`` is a number to draw a vertical line at, and its words in the key.
-    The picture is written to ``path``, and the numbers beside it as CSV.
+    The picture is written to ``path``, or the numbers where it ends in ``.csv``.
 
     >>> chart = row_chart("doc", ["a", "b"], {"S": [1.0, 10.0]}, axis="S", title="")
     >>> [label.get_text() for label in chart.axes[0].get_yticklabels()]
@@ -233,28 +229,10 @@ def row_chart(
         axes.set_title(title, fontsize=9, loc="left")
         if len(values) > 1:
             axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    if path is not None:
         columns = [*values.values(), *(ends.T if intervals is not None else ())]
         header = ("row", *values, *(("low", "high") if intervals is not None else ()))
-        table = [(label, *(f"{column[k]:.9g}" for column in columns)) for k, label in enumerate(labels)]
-        write_numbers(Path(path).with_suffix(".csv"), header, table)
+        figure.numbers = header, [(label, *(f"{column[k]:.9g}" for column in columns)) for k, label in enumerate(labels)]
     return figure
-
-
-def write_numbers(path: Path | str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Write a table as CSV (UTF-8, one line a row) and return its path.
-
-    >>> import tempfile
-    >>> write_numbers(Path(tempfile.mkdtemp()) / "t.csv", ("step", "loss"), [(1, 0.5)]).read_text()
-    'step,loss\\n1,0.5\\n'
-    """
-    target, text = Path(path), io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    make_folder("plots", target.parent)
-    write_bytes("plots", target, text.getvalue().encode())
-    return target
 
 
 def _rows_of(names: Sequence[str], sizes: Sizes) -> list[int]:
@@ -306,10 +284,3 @@ def _summary(
         frobenius = float(np.linalg.norm(block))
         numbers = (block.max(), frobenius / block.size**0.5, frobenius, float((block <= zero).mean()))
         yield (title, names[i], names[j], *block.shape, *(f"{value:.9g}" for value in numbers))
-
-
-def _write(frame: Frame, path: Path | str | None, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    if path is not None:
-        if Path(path).suffix != ".csv":
-            write_picture("plots", frame.figure, Path(path))
-        write_numbers(Path(path).with_suffix(".csv"), header, rows)

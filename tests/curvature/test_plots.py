@@ -55,10 +55,10 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path: Path, suffix: str) -> No
     assert first == second
 
 
-def test_the_table_beside_the_picture(tmp_path: Path) -> None:
+def test_the_table_behind_the_picture(tmp_path: Path) -> None:
     matrix = hessian()
     slices = {"a.W_Q": slice(0, 6), "a.b_K": slice(6, 8), "a.norm_1.weight": slice(8, 11)}
-    side_by_side([matrix, 2 * matrix], NAMES, slices, titles=["x", "y"], path=tmp_path / "s.svg", pixels=60)
+    side_by_side([matrix, 2 * matrix], NAMES, slices, titles=["x", "y"], path=tmp_path / "s.csv", pixels=60)
     rows = read(tmp_path / "s.csv")
     assert [(r["panel"], r["row"], r["column"]) for r in rows] == [(p, i, j) for p in "xy" for i in NAMES for j in NAMES]
     for row in rows:
@@ -97,7 +97,7 @@ def test_a_hessian_is_drawn_into_the_axes_of_the_user() -> None:
 
 def test_block_norms(tmp_path: Path) -> None:
     norms = [[45.02, 0.0, 123456.0], [0.012345, 1.0, 9.96], [1e-7, 0.1, 999.7]]
-    picture = block_norms_map(norms, ["blocks.0.W_Q", "b", "c"], title="Norms", path=tmp_path / "n.png")
+    picture = block_norms_map(norms, ["blocks.0.W_Q", "b", "c"], title="Norms", path=tmp_path / "n.csv")
     cells = [text.get_text() for text in picture.axes[0].texts[-9:]]
     assert cells == ["45", "0", "1.2e5", "0.012", "1.0", "10", "1.0e-7", "0.10", "1.0e3"]
     rows = read(tmp_path / "n.csv")
@@ -128,7 +128,7 @@ def test_errors_come_before_anything_is_drawn(name: str) -> None:
 def test_a_chart_of_rows_draws_every_number(tmp_path: Path) -> None:
     numbers = {"a": [1.0, 0.0, np.inf, np.nan], "b": [2.0, 4.0, 1e-3, 5.0]}
     axes = row_chart(
-        "T.plot", ["p", "q", "r", "s"], numbers, axis="x", title="t", path=tmp_path / "t.png", line=(1.0, "one")
+        "T.plot", ["p", "q", "r", "s"], numbers, axis="x", title="t", path=tmp_path / "t.csv", line=(1.0, "one")
     ).axes[0]
     low, high = axes.get_xlim()
     marks = [np.asarray(line.get_xdata()).tolist() for line in axes.lines]
@@ -150,7 +150,9 @@ def test_every_result_draws_itself(tmp_path: Path) -> None:
     model, tokens = hk.Transformer(7, 4, 5, 3, max_len=4, seed=0), torch.randint(7, (2, 4))
     depth = hk.depth_diagnostics(model, (tokens, tokens))
     bounds = hk.bounds(block, x, torch.zeros_like(x))
-    bounds.plot(tmp_path / "one.png")
+    for suffix in (".png", ".csv"):
+        bounds.plot((tmp_path / "one").with_suffix(suffix))
+        assert {p.suffix for p in tmp_path.glob("one.*")} == {".png", suffix}
     rows = read(tmp_path / "one.csv")
     assert float(rows[0]["structured"]) == pytest.approx(bounds.ratio("structured"))
     assert len(rows) == 30  # of more blocks

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.curvature.plot_frame import write_picture
-from hessiankit.curvature.plots import write_numbers
+from hessiankit.curvature.plot_frame import write_numbers, write_picture
 from hessiankit.support import environment
 from hessiankit.support.files import STDOUT, output_for, write_text
 from hessiankit.support.lanczos import lanczos

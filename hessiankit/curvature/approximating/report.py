@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hessiankit.curvature.approximating.measure import Measures, Model
 from hessiankit.curvature.plot_frame import INK, Picture, picture
-from hessiankit.curvature.plots import block_norms_map, write_numbers
+from hessiankit.curvature.plots import block_norms_map
 from hessiankit.request.fisher import NAMES
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.support.files import plain
@@ -112,7 +112,7 @@ class ApproximationsReport(Printed):
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw error, cosine of the step and condition number of every approximation as bars.
 
-        The picture is written to ``path``, as ``.png``, ``.svg`` or ``.pdf``, with the numbers beside it as CSV.
+        The picture is written to ``path``, as ``.png``, ``.svg`` or ``.pdf``, or the numbers, as ``.csv``.
         """
         rows = list(self.found.values())[::-1]
         panels = [
@@ -138,9 +138,8 @@ class ApproximationsReport(Printed):
                     axis.annotate(text, (0.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=7, color=INK)
             of = f"{NAMES[self.against]}, {self.parameters:,} parameters, damping {self.damping:.3g}"
             figure.suptitle(of, fontsize=9)
-        if path is not None:
             header = ("approximation", "frobenius", "spectral", "alignment", "step cosine", "condition")
-            write_numbers(Path(path).with_suffix(".csv"), header, [(r.name, *map(_full, _values(r))) for r in rows[::-1]])
+            figure.numbers = header, [(r.name, *map(_full, _values(r))) for r in rows[::-1]]
         return figure
 
     def plot_pairs(self, name: str, path: Path | str | None = None) -> Picture:

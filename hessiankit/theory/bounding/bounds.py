@@ -195,7 +195,7 @@ class BoundsReport(Printed):
         """Draw bound / norm, the slack, of every kind of bound: of the whole, of violated blocks and of those of largest norm.
 
         A line marks 1, which no valid bound lies below. Blocks that are 0 to rounding have no slack. The picture is written to
-        ``path``, as ``.png``, ``.svg`` or ``.pdf``, with the numbers beside it as CSV; an InputError says why it cannot be.
+        ``path``, as ``.png``, ``.svg`` or ``.pdf``, or the numbers, as ``.csv``; an InputError says why it cannot be.
         """
         from hessiankit.curvature.plots import pair_labels, row_chart  # only here: Matplotlib
 

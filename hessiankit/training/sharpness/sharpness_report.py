@@ -199,7 +199,7 @@ class SharpnessReport(Printed, WithDict):
         """Draw S as bars with their intervals, by type and, where the model has several blocks, by layer.
 
         Args:
-            path: A file to write, ``.png``, ``.svg`` or ``.pdf``, with the numbers beside it as CSV.
+            path: A file to write, ``.png``, ``.svg`` or ``.pdf``, or ``.csv`` for the numbers.
         """
         from hessiankit.curvature.plots import row_chart  # only here: Matplotlib
 
