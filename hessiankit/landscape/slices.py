@@ -187,12 +187,13 @@ def loss_slices(
     inputs: Any,
     target: Any = None,
     *,
-    along: Tensor | Spectrum | Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-    normalise: str = "none",
+    along: int | Tensor | Spectrum | Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] = 2,
+    normalise: str | None = None,
     span: tuple[float, float] | None = None,
     points: int = 41,
     tolerance: float = 0.1,
     plane: bool = False,
+    seed: int = 0,
     **asked: Unpack[RequestArguments],
 ) -> LossSlices:
     """Return the loss along directions through the module's parameters, and how far the exact quadratic model holds.
@@ -204,15 +205,17 @@ def loss_slices(
         inputs: Inputs of the call.
         target: Target of the loss.
         **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
-        along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
-            result of :func:`hessiankit.spectrum`, whose directions are taken; or the state dict of another checkpoint, which
-            is at t = 1, or a list of them.
+        along: Number of directions to draw; or directions as columns (P, k) or one vector (P,), in the order of the rows of
+            :attr:`hessiankit.Hessian.matrix`; a result of :func:`hessiankit.spectrum`, whose directions are taken; or the state
+            dict of another checkpoint, which is at t = 1, or a list of them.
         normalise: ``"none"``; ``"unit"``: directions of length 1; ``"filter"``: each row of a matrix, each filter of a
-            convolution as long as the module's, biases and gains unmoved (Li et al. 2018).
+            convolution as long as the module's, biases and gains unmoved (Li et al. 2018). By default ``"filter"`` for drawn
+            directions, ``"none"`` for others.
         span: First and last t, on both sides of 0; by default -1 to 1, to another checkpoint -0.5 to 1.5.
         points: Steps between and with these; 0 is added where it is not among them.
         tolerance: Tolerance of the quadratic model, see :attr:`LossSlice.radius`.
         plane: Whether to evaluate the loss on the plane of the two directions too, at all pairs of steps.
+        seed: Seed of directions that are drawn.
 
     Raises:
         InputError: An argument cannot be used, or a loss is not finite.
@@ -232,13 +235,14 @@ def loss_slices(
     states = along if isinstance(along, list | tuple) else [along]
     is_to_checkpoint = all(isinstance(state, Mapping) for state in states)
     low, high = _span(span if span is not None else (-0.5, 1.5) if is_to_checkpoint else (-1.0, 1.0))
+    normalise = ("filter" if isinstance(along, int) else "none") if normalise is None else normalise
     check_name(WHO, "normalise", normalise, NORMALISATIONS)
     if points < 2:
         raise InputError(f"{WHO}: points={points}; expected 2 or more")
     if not 0 < tolerance < 1:
         raise InputError(f"{WHO}: tolerance={tolerance}; expected a share between 0 and 1, such as 0.1")
     batches = read_request(module, inputs, target, **asked).together()
-    names, D, notes = _directions(along, batches[0])
+    names, D, notes = _directions(along, batches[0], seed)
     D = _normalised(D, batches[0], normalise)
     if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
         raise InputError(f"{WHO}: a direction is zero, NaN or infinite; pass finite ones that move something")
@@ -333,9 +337,13 @@ def _extent(holds: Callable[[float], bool], steps: list[float]) -> tuple[float, 
     return abs(good), False
 
 
-def _directions(lines: Any, batch: BatchLoss) -> tuple[list[str], Tensor, tuple[str, ...]]:
+def _directions(lines: Any, batch: BatchLoss, seed: int) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """Return names, columns (P, k), and notes."""
     like = {"device": batch.device, "dtype": batch.dtype}
+    if isinstance(lines, int) and not isinstance(lines, bool) and lines > 0:
+        generator = torch.Generator().manual_seed(seed)
+        D = torch.randn(lines, batch.size, generator=generator, dtype=torch.float64, device="cpu").T
+        return [f"random direction {k + 1}" for k in range(lines)], D.to(**like), ()  # type: ignore[call-overload]
     if isinstance(lines, Spectrum):
         D = lines.directions
         if D.shape[0] != batch.size:
@@ -353,7 +361,8 @@ def _directions(lines: Any, batch: BatchLoss) -> tuple[list[str], Tensor, tuple[
     if not is_plain or lines.ndim not in (1, 2) or lines.shape[0] != batch.size or not lines.numel():
         kind = f"{lines.dtype} of shape {tuple(lines.shape)}" if isinstance(lines, Tensor) else type(lines).__name__
         raise InputError(
-            f"{WHO}: along is {kind}; expected a vector ({batch.size},), columns ({batch.size}, k), a spectrum, or state dicts"
+            f"{WHO}: along is {kind}; expected a number of random directions, a vector ({batch.size},), columns ({batch.size}, "
+            "k), a spectrum, or state dicts"
         )
     D = lines.detach().to(**like)  # type: ignore[call-overload]
     D = D.unsqueeze(1) if D.ndim == 1 else D

@@ -130,6 +130,8 @@ def _is_labels(pair: tuple[Any, Any]) -> bool:
 
 
 def _is_many(data: Any, target: Any, loss: LossArgument) -> bool:
+    if target is not None and isinstance(data, DataLoader):
+        raise InputError("request: inputs is a DataLoader, whose batches have their targets; leave target=... out")
     if target is not None or isinstance(data, (Tensor, Mapping)):
         return False
     if loss is None:

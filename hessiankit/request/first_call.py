@@ -5,11 +5,13 @@ Every message of a check says what was asked, what was seen, what was expected, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,9 +91,13 @@ def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> Non
         return
     if target is None:
         label = repr(loss.name) if loss.name else "a callable"
-        raise InputError(f"request: loss={label} needs a target; pass target=..., or loss=None if the module returns its loss")
+        takes_labels = "labels" in inspect.signature(point.module.forward).parameters
+        remedy = "labels=... in the batch, a mapping" if takes_labels else "target=..."
+        raise InputError(f"request: loss={label} needs a target; pass {remedy}, or loss=None if the module returns its loss")
     if loss.name and not isinstance(target, Tensor):
-        raise InputError(f"request: target is a {type(target).__name__}; loss={loss.name!r} compares with one tensor")
+        kind = type(target).__name__
+        remedy = "pass torch.from_numpy(target)" if isinstance(target, np.ndarray) else "pass it, or a loss of your own"
+        raise InputError(f"request: target is a {kind}; loss={loss.name!r} compares with one tensor: {remedy}")
     for name, x in named_tensors(target, "target"):
         check_place(name, x, point.device)
 

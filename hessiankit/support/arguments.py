@@ -93,7 +93,9 @@ def checked(
             try:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
-                raise TypeError(f"{caller}: {error}") from None
+                places = [name for name, p in plain.items() if p.kind is not p.KEYWORD_ONLY]
+                hint = f"; in this order it takes {', '.join(places)}, all others by name" if "too many" in str(error) else ""
+                raise TypeError(f"{caller}: {error}{hint}") from None
             for name, value in arguments.items():
                 if not fits(value, annotation(name)):
                     raise InputError(f"{caller}: {_misfit(name, value, annotation(name))}")
@@ -161,7 +163,9 @@ def _misfit(name: str, value: Any, annotation: Any) -> str:
     kinds = _alternatives(annotation)
     elements = next((get_args(kind)[0] for kind in kinds if get_origin(kind) in LISTS), None)
     if any(getattr(kind, "__name__", "") == "Module" for kind in kinds):
-        return f"expected a torch.nn.Module, got {type(value).__name__}; pass the model itself as {name}"
+        is_class, is_function = isinstance(value, type), callable(value)
+        what = "an instance of it" if is_class else "hessiankit.from_function(f, params)" if is_function else "the model itself"
+        return f"expected a torch.nn.Module, got {type(value).__name__}; pass {what} as {name}"
     if elements is not None and isinstance(value, (list, tuple)):
         odd = next(x for x in value if not fits(x, elements))
         return f"{name} holds {_kind_of(odd)}; expected {_words(elements)} in each place"

@@ -64,7 +64,7 @@ def _called(analytic: Callable[[dict[str, Tensor]], Any], problem: Problem) -> A
 def _matrix(argument: str, value: Any, shape: tuple[int, ...], meaning: str, tensor_shape: tuple[int, ...] = ()) -> Tensor:
     """Return an array as a matrix of a shape; ``tensor_shape`` is the shape that it may have instead."""
     try:
-        x = value.detach() if isinstance(value, Tensor) else np.asarray(value)
+        x = value.detach().to_dense() if isinstance(value, Tensor) else np.asarray(value)
     except ValueError as error:  # lists of unequal lengths
         raise InputError(f"check: {argument} is no array ({first_line(error)}); expected numbers of shape {shape}") from error
     is_real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "fiub"

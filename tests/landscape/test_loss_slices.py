@@ -155,17 +155,28 @@ def test_filters_have_the_length_of_the_modules() -> None:
     assert [one.length for one in two.slices] == pytest.approx([1.0, 1.0])
 
 
+def test_random_directions_are_drawn_with_the_filters_lengths() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    x, t = vector(12).reshape(4, 3), vector(4).reshape(4, 1)
+    length = sum(float(p.detach().square().sum()) for p in module.parameters() if p.ndim == 2) ** 0.5
+    found, same, other = (hk.loss_slices(module, x, t, points=3, plane=True, seed=seed) for seed in (0, 0, 1))
+    assert [one.length for one in found.slices] == pytest.approx([length, length])
+    assert torch.equal(found.plane.losses, same.plane.losses)
+    assert float((found.plane.losses - other.plane.losses).abs().max()) > 0.01
+    assert [one.name for one in hk.loss_slices(module, x, t, points=3, along=3).slices][-1] == "random direction 3"
+
+
 BAD = {
     "short": (
         lambda m: hk.loss_slices(m, X, T, along=vector(87)),
-        r"along is torch.float64 of shape \(87,\); expected a vector \(88,\)",
+        r"along is torch.float64 of shape \(87,\); expected a number of random directions, a vector \(88,\)",
     ),
     "zero": (lambda m: hk.loss_slices(m, X, T, along=0 * vector(88)), "a direction is zero"),
     "NaN": (lambda m: hk.loss_slices(m, X, T, along=math.nan * vector(88)), "NaN or infinite"),
     "span": (lambda m: hk.loss_slices(m, X, T, along=vector(88), span=(0.5, 1.0)), r"span=\(0.5, 1.0\)"),
     "tolerance": (lambda m: hk.loss_slices(m, X, T, along=vector(88), tolerance=2.0), "tolerance=2.0"),
     "integers": (lambda m: hk.loss_slices(m, X, T, along=torch.ones(88).long()), "along is torch.int64"),
-    "not a direction": (lambda m: hk.loss_slices(m, X, T, along=3), "along is int"),
+    "not a direction": (lambda m: hk.loss_slices(m, X, T, along=0), "along is int"),
     "points": (lambda m: hk.loss_slices(m, X, T, along=vector(88), points=1), "points=1"),
     "no such name": (lambda m: hk.loss_slices(m, X, T, along={"w": vector(1)}), "the checkpoint's 'w' is not known"),
     "missing": (lambda m: hk.loss_slices(m, X, T, along={}), "the checkpoint has no 'attention.W_Q'"),

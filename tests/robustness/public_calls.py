@@ -151,6 +151,12 @@ CALLS = {
     "check": Call(
         hk.check, on_block("block_or_module", against=TWO, directions=1, formulas=False, params=("attention.W_Q",)), ("check",)
     ),
+    "check_jacobian": Call(
+        hk.check_jacobian,
+        lambda: {"f": torch.sin, "x": numbers(2), "analytic": torch.diag(numbers(2).cos()), "against": TWO},
+        ("check_jacobian", "check"),
+        {"analytic": ("NaN",)},  # a report that fails
+    ),
     "assert_hessian_matches": Call(
         testing.assert_hessian_matches,
         on_block(loss="mse", against=TWO, directions=1, formulas=False, params=("attention.W_Q",)),
