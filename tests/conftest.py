@@ -24,6 +24,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes ``-n auto`` starts: each imports torch, and more than 8 import longer than they save."""
+    return min(8, os.cpu_count() or 1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let every Hessian and operator be compared with the module's own gradient in second order too, where there is one."""
     os.environ["HESSIANKIT_HANDSHAKE"] = "" if item.get_closest_marker("first_order") else "second order"

@@ -117,3 +117,11 @@ def test_a_new_process_imports_what_it_uses_draws_no_number_and_is_silent():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+
+
+def test_verify_offers_what_measures_besides() -> None:
+    from hessiankit import verify
+
+    assert (verify.bounds, verify.sharpness, verify.check) == (hessiankit.bounds, hessiankit.sharpness, hessiankit.check)
+    with pytest.raises(AttributeError, match=r"module .hessiankit\.verify. has no attribute .bound."):
+        verify.bound  # noqa: B018

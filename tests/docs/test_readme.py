@@ -25,7 +25,7 @@ def test_the_counterexample_shows_what_it_says(capsys: pytest.CaptureFixture[str
 
 def test_installation_is_the_one_of_continuous_integration() -> None:
     assert '-c constraints.txt -e ".[study]" && .venv/bin/hessiankit study' in README
-    assert '-c constraints.txt -e ".[test]" && .venv/bin/python -m pytest' in README
+    assert '-c constraints.txt -e ".[test]" && .venv/bin/python -m pytest -n auto' in README
     assert '--constraint constraints.txt --editable ".[dev]"' in (ROOT / ".ci" / "run").read_text()
 
 

@@ -59,6 +59,7 @@ def test_it_fails_with_the_table():
 
 
 def test_the_plugin_prints_a_summary_of_all_processes(tmp_path: Path):
+    pytest.importorskip("xdist")
     (tmp_path / "test_suite.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hessian", "test_suite.py", "-n2"]
     command += ["-p", "hessiankit.cli.pytest_plugin", "-p", "xdist"]

@@ -1,0 +1,1 @@
+"""Twelve tasks by hessiankit and by the best peer that does them."""
