@@ -118,7 +118,7 @@ def seconds(task: Task, run: Callable[[SimpleNamespace], Any], repeats: int = 3)
             start = time.process_time()
             result = run(s)
             times.append(time.process_time() - start)
-    return sorted(times[1:])[repeats // 2], result
+    return sorted(times[1:] or times)[repeats // 2], result
 
 
 def row(task: Task) -> tuple[str, list[str]]:
