@@ -268,6 +268,23 @@ def test_other_modules_have_what_needs_no_rules():
     assert "a_priori" not in report.values["whole"]
 
 
+def test_a_block_of_a_library_is_called_by_keywords():
+    hf = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=7, **sizes)).eval()
+    states = torch.randn(2, 5, 8)
+    positions = model.model.rotary_emb(states, torch.arange(5)[None])
+    call = {"hidden_states": states, "position_embeddings": positions}
+    block, target = model.model.layers[1], torch.zeros(2, 5, 8)
+    report = hk.bounds(block, call, target)
+    H = hk.hessian(block.double(), {k: (v.double() if k == "hidden_states" else tuple(x.double() for x in v)) for k, v in call.items()},
+                   target.double())  # fmt: skip
+    assert report.values["whole"]["true"] == pytest.approx(float(torch.linalg.matrix_norm(H.matrix, 2)), rel=1e-6)
+    assert not report.violated
+    with pytest.raises(hk.InputError, match=r"inputs are torch.int64 \(2, 5\); .* pass a block, such as model.model.layers"):
+        hk.bounds(model, torch.ones(2, 5).long(), torch.ones(2, 5).long(), loss="cross_entropy")
+
+
 def test_an_attention_that_hardly_moves():
     # the logits' gap lets one softmax weight underflow, so that a factor of a product has derivatives of 1e-160
     problem = draw_problem(100038)

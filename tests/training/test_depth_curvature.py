@@ -278,6 +278,37 @@ def test_hugging_face_decoders():
     assert report.jacobians.product_error < 1e-10
 
 
+NORM_PLACES = {"Llama": True, "Qwen3": True, "Cohere": True, "Gemma2": False, "Olmo2": False}
+"""Sandwich norms (Gemma 2) and norms behind the sub-layers (OLMo 2) are no pre-norm; norms of queries and keys (Qwen 3) do not
+count, and the two sub-layers of Cohere's block share a norm."""
+
+
+@pytest.mark.parametrize("name", NORM_PLACES)
+def test_pre_norm_is_recognised_by_what_norms_take(name):
+    hf = pytest.importorskip("transformers")
+    special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "vocab_size": 11}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "max_position_embeddings": 16}
+    model = getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**special, **heads, **sizes))
+    report = depth_diagnostics(model, {"input_ids": tokens(2, 5, vocabulary=11)}, what="variance")
+    assert ("pre-norm" in report.laws.theory) is NORM_PLACES[name]
+
+
+def test_a_metric_of_ones_own_is_taken_with_each_block_removed():
+    model = language_model(3, "pre")
+
+    def metric(model: nn.Module) -> float:
+        return score(model)[0] ** 2
+
+    report = depth_diagnostics(model, IDS, LABELS, what="drop", drop_metric=metric)
+    assert report.drop.metric == pytest.approx(metric(model), rel=1e-12)
+    expected = [metric(without(model, k)) - metric(model) for k in range(3)]
+    assert report.drop.metric_change == pytest.approx(expected, rel=1e-9)
+    assert "dmetric" in str(report)
+    with pytest.raises(hk.InputError, match=r"drop_metric returned 'good'; expected a finite number"):
+        depth_diagnostics(model, IDS, LABELS, what="drop", drop_metric=lambda model: "good")
+
+
 def score(model: nn.Module) -> tuple[float, float]:
     with torch.no_grad():
         logits = model(IDS)

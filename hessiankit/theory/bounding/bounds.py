@@ -18,7 +18,7 @@ from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
 from hessiankit.request.loss import read_loss
 from hessiankit.request.read import read_request
 from hessiankit.support.arguments import checked
-from hessiankit.support.containers import check_dense
+from hessiankit.support.containers import check_dense, map_tensors, named_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time
@@ -40,7 +40,7 @@ class LossAt:
     """The loss of a module at a point, in float64, which bounds are computed for."""
 
     module: nn.Module
-    x: Tensor  # B x L x d
+    x: Any  # B x L x d, or a mapping of arguments
     t: Tensor  # of the output's shape, or labels
     loss: str  # "mse" or "cross_entropy"
 
@@ -243,7 +243,7 @@ class BoundsReport(Printed):
 
 @checked("bounds")
 @one_at_a_time
-def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse") -> BoundsReport:
+def bounds(block: nn.Module, inputs: Any, target: Tensor | None = None, *, loss: str = "mse") -> BoundsReport:
     r"""Return the spectral norms of a block's loss Hessian beside every bound that is registered in ``BOUNDS``.
 
     *certified*: from the matrix, with an outward error for rounding. *structured*: from the intermediate values, each site of
@@ -257,7 +257,8 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
 
     Args:
         block: A ``TransformerBlock`` of any placement or an ``Attention``; for other modules the a-priori bound is left out.
-        inputs: ``(L, d_model)`` or ``(B, L, d_model)``, floating point.
+        inputs: ``(L, d_model)`` or ``(B, L, d_model)``, floating point; or, of a block of a library, a mapping of its keyword
+            arguments that begins with them.
         target: Target of the output's shape, or labels.
         loss: ``"mse"`` or ``"cross_entropy"``.
 
@@ -294,18 +295,30 @@ def report(at: LossAt, limits: Mapping[str, Bound]) -> BoundsReport:
     return BoundsReport(values, at.hessian.names, tuple(dict.fromkeys(filter(None, notes))), at.noise)
 
 
-def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> LossAt:
+def loss_at(module: nn.Module, inputs: Any, target: Tensor | None, loss: str) -> LossAt:
     """Return a loss in float64; arguments and errors are those of ``bounds``.
 
     The module is first called as it is, so that what its own call refuses is refused.
     """
-    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim not in (2, 3):
-        got = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
-        raise InputError(f"bounds: inputs are {got}; expected floating point (L, d_model) or (B, L, d_model)")
+    has_keywords = isinstance(inputs, Mapping) and not isinstance(module, TransformerBlock | Attention)
+    states = next(iter(inputs.values()), None) if isinstance(inputs, Mapping) else inputs
+    if not (isinstance(inputs, Tensor) or has_keywords) or not _are_states(states):
+        got = f"{states.dtype} {tuple(states.shape)}" if isinstance(states, Tensor) else type(inputs).__name__
+        raise InputError(
+            f"bounds: inputs are {got}; expected the hidden states of one block, floating point (L, d_model) or (B, L, d_model): "
+            "of a language model pass a block, such as model.model.layers[3], with what it is called with"
+        )
+    if target is None:
+        raise InputError("bounds: target is None; pass a target of the output's shape, or labels")
     if loss not in ("mse", "cross_entropy"):
         raise InputError(f"bounds: loss={loss!r} has no bounds; pass 'mse' or 'cross_entropy'")
-    for name, x in (("inputs", inputs), ("target", target)):
-        check_dense(CALLER, name, x)
-    x, t = (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)
+    for name, tensor in (*named_tensors(inputs), ("target", target)):
+        check_dense(CALLER, name, tensor)
+    x, t = (inputs.unsqueeze(0), target.unsqueeze(0)) if isinstance(inputs, Tensor) and inputs.ndim == 2 else (inputs, target)
     read_request(module, x, t, loss=loss, handshake=False).only()
-    return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)
+    x, t = (map_tensors(lambda y: y.double() if y.is_floating_point() else y, part) for part in (x, t))
+    return LossAt(in_float64(module), x, t, loss)
+
+
+def _are_states(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim in (2, 3)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks.placements import steps
 from hessiankit.support.errors import InputError
+from hessiankit.training.partition.modules import is_norm
 
 WHO = "depth_diagnostics"
 NEGLIGIBLE = 0.1
@@ -139,6 +140,35 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
                 f"pass blocks={best.name!r} or blocks={rival.name!r}"
             )
     return best
+
+
+def are_pre_norm(blocks: Blocks, run: Callable[[], object]) -> bool:
+    """Tell whether all blocks are pre-norm, by the tensors that their norms take and return in one call of the model.
+
+    In a pre-norm block the first norm takes the stream, no norm takes what a sub-layer returns, and none returns the block's
+    output; x + norm(f(x)), as in sandwich norms, has a norm behind a sub-layer. Norms of queries and keys are left out: they take
+    another shape. A block without a norm is not pre-norm.
+    """
+    modules = {id(m): m for block in blocks.modules for m in block.modules()}
+    norms = {key for key, m in modules.items() if is_norm(m)}
+    with watching(modules.values()) as calls:
+        run()
+    for block in blocks.modules:
+        inside = {id(m) for m in block.modules()}
+        own = [call for call in calls if id(call.module) in inside]
+        whole = next(call for call in own if call.module is block)
+        assert whole.x is not None
+        takes = [call for call in own if id(call.module) in norms and call.x is not None and call.x.shape == whole.x.shape]
+        outputs = [call.y for call in own if call.module is not block]
+        if (
+            not takes
+            or not _is_same(whole.x, takes[0].x)
+            or any(_is_same(whole.y, call.y) for call in takes if whole.y is not None)
+        ):
+            return False
+        if any(call.x is y for call in takes for y in outputs):
+            return False
+    return True
 
 
 def _named(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from hessiankit.support.memory import check_room
 from hessiankit.support.progress import Tell, silent
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
-from hessiankit.training.depth.blocks import WHO, Blocks, check_finite, find_blocks, recording, recording_middles
+from hessiankit.training.depth.blocks import WHO, Blocks, are_pre_norm, check_finite, find_blocks, recording, recording_middles
 from hessiankit.training.depth.curvature import KINDS, METHODS, Jacobians, LayerCurvature, jacobians, layer_curvature
 from hessiankit.training.depth.laws import GrowthLaws, growth_laws, theory_of
 from hessiankit.training.depth.products import Estimator, double_backward
@@ -99,6 +100,8 @@ class DepthReport(Printed, WithDict):
             yield "dloss", "loss without the block, less the loss", "", self.drop.loss_change, signed
             if self.drop.accuracy_change is not None:
                 yield "dacc", "", "", self.drop.accuracy_change, signed
+            if self.drop.metric_change is not None:
+                yield "dmetric", "metric without the block, less the metric", "", self.drop.metric_change, signed
         if self.gradient is not None:
             yield "||grad||", "norm of the gradient", "", self.gradient, short
         if self.jacobians is not None:
@@ -172,6 +175,7 @@ def depth_diagnostics(
     products: int = 60,
     seed: int = 0,
     micro_batch: int | None = None,
+    drop_metric: Callable[[nn.Module], float] | None = None,
     progress: Tell | None = None,
 ) -> DepthReport:
     """Return the depth diagnostics of The Curse of Depth (Sun et al. 2025), corrected: one row a block.
@@ -203,6 +207,8 @@ def depth_diagnostics(
         products: Products of one Lanczos run at most.
         seed: Seed of probes and first vectors.
         micro_batch: Sequences treated at once; each batch as it is by default.
+        drop_metric: A function of the model that returns a number, such as the accuracy on a task; with ``"drop"`` it is taken
+            with each block removed, too.
         progress: Called with (the quantity and its memory, steps done, steps in all).
 
     Raises:
@@ -238,6 +244,7 @@ def depth_diagnostics(
         mean_loss = read_data(model, data, target, loss, micro_batch=micro_batch, needs_labels=needs_labels)
         with torch.no_grad():
             stack = find_blocks(model, lambda: mean_loss.output(mean_loss.batches[0]), blocks)
+            is_pre = are_pre_norm(stack, lambda: mean_loss.output(mean_loss.batches[0]))
         _require_gradients(model, requires_grad=True)
         memory = expected_memory(mean_loss, stack, quantities)
 
@@ -245,7 +252,8 @@ def depth_diagnostics(
             return partial(progress or silent, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
 
         stream, angles = _stream(mean_loss, stack, quantities, tokens, tell)
-        drop = pruning_drop(mean_loss, stack, tell=tell("drop")) if "drop" in quantities else None
+        metric = None if drop_metric is None else partial(_metric, drop_metric, model)
+        drop = pruning_drop(mean_loss, stack, metric=metric, tell=tell("drop")) if "drop" in quantities else None
         parameters = stack.parameters(model)
         _require_gradients(model, requires_grad=False)  # Jacobians are with respect to states
         jacobian = jacobians(mean_loss, stack, estimator, tell=tell("jacobian")) if "jacobian" in quantities else None
@@ -256,7 +264,9 @@ def depth_diagnostics(
             for kind in KINDS
             if kind in quantities
         }
-    placements = {b.own_placement.name if isinstance(b, TransformerBlock) else type(b).__name__ for b in stack.modules}
+    placements = {
+        b.own_placement.name if isinstance(b, TransformerBlock) else "pre" if is_pre else type(b).__name__ for b in stack.modules
+    }
     laws = growth_laws(stream.variance, theory_of(placements)) if stream is not None and len(stack) > 1 else None
     return DepthReport(
         model=type(model).__name__,
@@ -273,6 +283,16 @@ def depth_diagnostics(
         memory=memory,
         seconds=time.perf_counter() - start,
     )
+
+
+def _metric(drop_metric: Callable[[nn.Module], float], model: nn.Module) -> float:
+    """Return a user's metric of the model as a number."""
+    with torch.no_grad():
+        value = drop_metric(model)
+    number = float(value) if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{WHO}: drop_metric returned {value!r}; expected a finite number")
+    return number
 
 
 def _quantities(request: str | Iterable[str]) -> tuple[str, ...]:

@@ -184,30 +184,40 @@ class PruningDrop(WithDict):
         accuracy: Accuracy of the whole model, the share of counted labels with the largest logit; None for squared error.
         loss_change: L numbers; positive where removing the block does damage.
         accuracy_change: L numbers; negative where it does damage. None for squared error.
+        metric: A metric of the user's own with all blocks; None without one.
+        metric_change: Its L changes.
     """
 
     loss: float
     accuracy: float | None
     loss_change: tuple[float, ...]
     accuracy_change: tuple[float, ...] | None
+    metric: float | None = None
+    metric_change: tuple[float, ...] | None = None
 
 
-def pruning_drop(data: BatchedLoss, blocks: Blocks, *, tell: Callable[[int, int], None]) -> PruningDrop:
-    """Return the change of loss and accuracy with each block removed.
+def pruning_drop(
+    data: BatchedLoss, blocks: Blocks, *, metric: Callable[[], float] | None = None, tell: Callable[[int, int], None]
+) -> PruningDrop:
+    """Return the change of loss and accuracy, and of a metric of the user's own, with each block removed.
 
     Every block keeps its layer-dependent factor (LayerNorm Scaling's 1 / sqrt(l)). The authors' script instead deletes a
     block and reloads the model, which gives every later block the factor of the layer before.
     """
     loss, accuracy = data.evaluate()
-    losses, accuracies = [], []
+    whole = None if metric is None else metric()
+    losses, accuracies, metrics = [], [], list[float]()
     for k, block in enumerate(blocks.modules):
         tell(k, len(blocks))
         with removed(block):
             pruned_loss, pruned_accuracy = data.evaluate()
+            if metric is not None and whole is not None:
+                metrics.append(metric() - whole)
         losses.append(pruned_loss - loss)
         if accuracy is not None and pruned_accuracy is not None:
             accuracies.append(pruned_accuracy - accuracy)
-    return PruningDrop(loss, accuracy, tuple(losses), None if accuracy is None else tuple(accuracies))
+    accuracy_change = None if accuracy is None else tuple(accuracies)
+    return PruningDrop(loss, accuracy, tuple(losses), accuracy_change, whole, None if metric is None else tuple(metrics))
 
 
 @contextmanager
