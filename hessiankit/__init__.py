@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.tracing.trace import trace_module
     from hessiankit.training.by_partition.approximating import approximations
     from hessiankit.training.by_partition.landscape import critical_sharpness, spectrum
-    from hessiankit.training.depth import depth_diagnostics
+    from hessiankit.training.depth import depth_diagnostics, replace_norms
     from hessiankit.training.monitoring import Monitor
     from hessiankit.training.optim import blockwise_lr, blockwise_schedule
     from hessiankit.training.partition import block_types, named_slices
@@ -53,7 +53,7 @@ _NAMES = {
     "curvature.operator": "HessianOperator hessian_operator",
     "training.by_partition.approximating": "approximations",
     "training.by_partition.landscape": "critical_sharpness spectrum",
-    "training.depth": "depth_diagnostics",
+    "training.depth": "depth_diagnostics replace_norms",
     "training.monitoring": "Monitor",
     "training.sharpness": "sharpness",
     "theory.formulas.derive": "derive",
@@ -86,11 +86,12 @@ CALLS = {
 _HOME = {name: f"hessiankit.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "ConvergenceError", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Monitor",
-    "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations", "block_types",
-    "blockwise_lr", "blockwise_schedule", "bounds", "check", "check_jacobian", "critical_sharpness", "depth_diagnostics",
-    "derive", "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator",
-    "identical", "jacobian_operator", "linear_cross_entropy", "loss_slices", "named_slices", "scalar_estimates",
-    "scaled_dot_product_attention", "sharpness", "spectrum", "trace_module", "twice_differentiable_attention",
+    "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations",
+    "block_types", "blockwise_lr", "blockwise_schedule", "bounds", "check", "check_jacobian", "critical_sharpness",
+    "depth_diagnostics", "derive", "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function",
+    "hessian_operator", "identical", "jacobian_operator", "linear_cross_entropy", "loss_slices", "named_slices",
+    "replace_norms", "scalar_estimates", "scaled_dot_product_attention", "sharpness", "spectrum", "trace_module",
+    "twice_differentiable_attention",
 ]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:

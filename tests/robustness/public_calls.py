@@ -52,6 +52,24 @@ def language_model() -> nn.Module:
     return hk.Transformer(7, 4, 5, 2, max_len=6, seed=0).double()
 
 
+class PreNorm(nn.Module):
+    """A block with a linear layer in the attention's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm_1, self.norm_2 = nn.LayerNorm(4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.attention(self.norm_1(x))
+        return y + self.mlp(self.norm_2(y))
+
+
+def pre_norm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(PreNorm(), PreNorm()).double()
+
+
 def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -194,6 +212,11 @@ CALLS = {
     "model_parts": Call(parts.model_parts, of_language(inputs=None), ("model_parts",), whole=False),
     "named_slices": Call(hk.named_slices, lambda: {"module": language_model(), "heads": True}, ("named_slices",)),
     "sharpness": Call(hk.sharpness, on_language(draws=2), ("sharpness",), {"draws": COUNTS}),
+    "replace_norms": Call(
+        hk.replace_norms,
+        lambda: {"model": pre_norm(), "placement": "lns", "inputs": numbers(2, 3, 4)},
+        ("replace_norms", "depth_diagnostics"),
+    ),
     "depth_diagnostics": Call(
         hk.depth_diagnostics,
         on_language(what=("variance", "angles", "drop", "gradient"), draws=2, tol=1e-2, products=4),

@@ -165,13 +165,17 @@ def test_gradient_norms(frozen):
 def test_the_page():
     """docs/depth.md runs, and prints what it says: headings exactly, numbers but for rounding and times."""
     text = (Path(__file__).parents[2] / "docs" / "depth.md").read_text(encoding="utf-8")
-    code, printed = re.findall(r"```(?:python)?\n(.*?)\n```", text, re.DOTALL)
+    code, printed, another = re.findall(r"```(?:python)?\n(.*?)\n```", text, re.DOTALL)
+    names: dict[str, object] = {}
     with redirect_stdout(io.StringIO()) as out:
-        exec(code, {})
+        exec(code, names)
     found, expected = (_words(page) for page in (out.getvalue(), printed))
     assert len(found) == len(expected) > 100
     for a, b in zip(found, expected, strict=True):
         assert a == b if isinstance(a, str) else a == pytest.approx(b, rel=2e-3, abs=2e-4)
+    pytest.importorskip("transformers")
+    exec(another, names)
+    assert len(names["scaled"].stream.variance) == 5
 
 
 def _words(text: str) -> list[str | float]:

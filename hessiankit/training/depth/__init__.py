@@ -4,6 +4,7 @@ from hessiankit.training.depth.blocks import Blocks
 from hessiankit.training.depth.curvature import Jacobians, LayerCurvature
 from hessiankit.training.depth.diagnostics import QUANTITIES, DepthReport, depth_diagnostics
 from hessiankit.training.depth.laws import GrowthLaws, Law, growth_laws
+from hessiankit.training.depth.replacement import replace_norms
 from hessiankit.training.depth.stream import AngularDistances, PruningDrop, StreamStatistics, angular_distance
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "angular_distance",
     "depth_diagnostics",
     "growth_laws",
+    "replace_norms",
 ]
