@@ -88,3 +88,10 @@ def test_the_list_for_curvlinops_is_whole(installed: set[str]) -> None:
     assert listed <= names((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()[1:])
     for one in sorted(listed):
         assert asked_by(one) - listed - installed <= {"torchvision"}, one
+
+
+def test_the_version_is_written_in_one_place() -> None:
+    from hessiankit.support.package import __version__
+
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert 'version = "' not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[tool.ruff]")[0]
