@@ -183,7 +183,8 @@ class Recorder:
         self, matrix: sympy.ImmutableDenseMatrix, inputs: Mapping[str, Any], parameters: Mapping[sympy.Symbol, float]
     ) -> Assignments:
         """Return a result with the assignments that it depends on."""
-        return Assignments(_dependencies(self._rows, matrix.flat()), matrix, inputs, parameters)
+        rows = _dependencies(self._rows, matrix.flat())
+        return Assignments(tuple((name, meaning.doit()) for name, meaning in rows), matrix, inputs, parameters)
 
     def _slopes(self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], labels: Sequence[str | None]) -> Slopes:
         """Return the sums over a of f_a D a, with labels for those that get a name."""
