@@ -98,7 +98,7 @@ class _NormalizationAt(OperationAt):
         rows = self.M * reciprocal(self.s)
         if self.alone is None or not is_exact(rows):
             return rows
-        from derivations.smooth_sign import smooth_sign  # here, since SymPy takes longer to import than a small Hessian to compute
+        from derivations.smooth_sign import smooth_sign  # SymPy is slow to import
 
         return smooth_sign(self.M, self._row_eps(), rows)
 
