@@ -27,9 +27,8 @@ from derivations.gains import ColumnScaleAt, HadamardAt
 from derivations.group_normalization import GroupNormRowsAt
 from derivations.layernorm_theorems import LayerNormTheorems
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
-from derivations.matrix import Matrix
 from derivations.normalization import LayerNormAt, RMSNormAt
-from derivations.operation import Operation, OperationAt, Renamed, shape_of
+from derivations.operation import Operation, Renamed, shape_of
 from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
@@ -112,26 +111,6 @@ def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed:
     return {name: torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu") for name, shape in numbers.items()}
 
 
-class LayerNormOfThePaper(OperationAt):
-    """LN(X) = P M as Theorems 2 and 3 of Closing the Curvature Gap build its derivatives."""
-
-    argument_names = ("X",)
-
-    def __init__(self, X: Array) -> None:
-        self.X, self._objects = X, LayerNormTheorems(X)
-
-    @property
-    def value(self) -> Array:
-        """P M, L x d."""
-        return self._objects.P @ self._objects.centred
-
-    def _jacobian(self, name: str) -> Matrix:
-        return self._objects.jacobian
-
-    def _hessian(self, name_i: str, name_j: str) -> Matrix:
-        return self._objects.hessian
-
-
 def _mean_squared_error(Z: Array, target: Any = None) -> Operation:
     if is_exact(Z) and isinstance(target, Tensor):
         target = np.vectorize(Fraction, otypes=[object])(target.double().numpy())
@@ -181,7 +160,7 @@ CHAPTERS: dict[str, Chapter] = {
         options={"groups": 2, "kind": "layernorm", "eps": 1e-5},
     ),
     "layernorm-paper": Chapter(
-        r"\mathrm{LN}", r"P\,M", {"X": ("L", "d_V")}, LayerNormOfThePaper, ("X", "X"),
+        r"\mathrm{LN}", r"P\,M", {"X": ("L", "d_V")}, LayerNormTheorems, ("X", "X"),
         values=(
             ("M", r"X - \tfrac{1}{d_V}X\,\mathbf{1}\,\mathbf{1}^\top"),
             (r"\sigma", r"\tfrac{1}{\sqrt{d_V}}(M^{\circ 2}\,\mathbf{1})^{\circ 1/2}"),

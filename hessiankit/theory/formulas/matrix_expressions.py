@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -46,10 +47,6 @@ class CommutationMatrix(MatrixExpr):  # type: ignore[misc]  # SymPy's classes ha
     [0, 0, 0, 1]])
     """
 
-    def __new__(cls, m: Any, n: Any) -> CommutationMatrix:
-        """Return K_{m,n}."""
-        return super().__new__(cls, sympy.sympify(m), sympy.sympify(n))  # type: ignore[no-any-return]
-
     @property
     def shape(self) -> tuple[Any, Any]:
         """Rows and columns, mn and mn."""
@@ -78,10 +75,6 @@ class DiagonalLiftMatrix(MatrixExpr):  # type: ignore[misc]
     [1, 0, 0, 0],
     [0, 0, 0, 1]])
     """
-
-    def __new__(cls, n: Any) -> DiagonalLiftMatrix:
-        """Return E_n."""
-        return super().__new__(cls, sympy.sympify(n))  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> tuple[Any, Any]:
@@ -125,10 +118,7 @@ class RowVectorization(MatrixExpr):  # type: ignore[misc]
 
 def matrix_expression(matrix: Matrix, names: SizeName) -> MatrixExpr:
     """Return a formula in vec_r as a SymPy expression whose sizes are letters; a named part is a ``MatrixSymbol``."""
-
-    def convert(part: Matrix) -> MatrixExpr:
-        return matrix_expression(part, names)
-
+    convert = partial(matrix_expression, names=names)
     m, n = map(names.size, matrix.shape)
     result: Any
     match matrix:

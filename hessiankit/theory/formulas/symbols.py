@@ -223,7 +223,7 @@ def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | No
 
 @dataclass(frozen=True, eq=False)
 class FactorAt(OperationAt):
-    """N = c X for a constant number c at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
+    """N = c X + s for constant numbers c and s at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
 
     >>> import torch
     >>> FactorAt(torch.ones(1, 2), Factor(0.5, sympy.Symbol("c"))).jacobian("X")
@@ -233,11 +233,12 @@ class FactorAt(OperationAt):
     argument_names = ("X",)
     X: Array
     c: float
+    shift: Any = 0
 
     @cached_property
     def value(self) -> Array:
         """N."""
-        return scale(self._printed if is_exact(self.X) else float(self.c), self.X)
+        return scale(self._printed if is_exact(self.X) else float(self.c), self.X) + self.shift
 
     @property
     def _printed(self) -> Any:

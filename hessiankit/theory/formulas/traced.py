@@ -26,9 +26,9 @@ from derivations.arrays import Array, is_exact
 from derivations.gains import HadamardAt
 from derivations.head_products import HeadProductAt
 from derivations.linear_map import LinearMapAt
-from derivations.matrix import Commutation, Identity, Matrix, Ones, kron, scaled
+from derivations.matrix import Commutation, Identity, Ones, kron, scaled
 from derivations.normalization import LayerNormAt, RMSNormAt
-from derivations.operation import Operation, OperationAt, Renamed, Shape, Total, Variable, shape_of, size
+from derivations.operation import Operation, Renamed, Shape, Total, Variable, shape_of, size
 from derivations.selection import Selection
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Names, Stage, leaf, total
@@ -63,35 +63,11 @@ FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
 """Functions of one number in SymPy, by the kinds of ``Elementwise``."""
 
 
-@dataclass(frozen=True, eq=False)
-class FunctionAt(ActivationAt):
-    """N = f(X), entry by entry, for one of ``FUNCTIONS`` at a point."""
-
-    constants: tuple[Any, ...] = ()
-
-    @cached_property
-    def _derivatives(self) -> Any:
-        if is_exact(self.X):
-            return np.frompyfunc(lambda x: FUNCTIONS[str(self.kind)](x, *self.constants), 1, 1)(self.X), None, None
-        return KINDS[str(self.kind)](self.X, *self.constants)
-
-
-@dataclass(frozen=True, eq=False)
-class ShiftAt(OperationAt):
-    """N = X + c for a constant number c at a point."""
-
-    argument_names = ("X",)
-    X: Array
-    c: Any
-
-    @property
-    def value(self) -> Array:
-        """N."""
-        return self.X + self.c
-
-    def _jacobian(self, name: str) -> Matrix:
-        """Return I."""
-        return Identity(size(shape_of(self.X)))
+def elementwise(kind: str, constants: Sequence[Any], X: Array, slope: Any) -> Any:
+    """Return the values of one of ``FUNCTIONS``, where X is no array of SymPy with the two derivatives."""
+    if is_exact(X):
+        return np.frompyfunc(lambda x: FUNCTIONS[kind](x, *constants), 1, 1)(X), None, None
+    return KINDS[kind](X, *constants)
 
 
 @dataclass(frozen=True)
@@ -256,7 +232,7 @@ class _Stages:
             case Shift(c=c):
                 X = self.matrix(x)
                 number = self.number(EPSILON.name, c)
-                return self.stage(ShiftAt(X.value, number), {"X": X}, rf"{X.symbol} + {sympy.latex(number)}", shape)
+                return self.stage(FactorAt(X.value, 1, number), {"X": X}, rf"{X.symbol} + {sympy.latex(number)}", shape)
             case Multiply():
                 X, Y = (self.matrix(self.selection(t, lambda entries: entries.expand(shape))) for t in (x, others[0]))
                 return self.stage(HadamardAt(X.value, Y.value), {"X": X, "Y": Y}, rf"{X.symbol}\odot {Y.symbol}", shape)
@@ -267,7 +243,10 @@ class _Stages:
             case Elementwise(kind=kind, constants=constants) if kind in FUNCTIONS:
                 X = self.matrix(x)
                 return self.stage(
-                    FunctionAt(kind, X.value, constants=constants), {"X": X}, rf"\mathrm{{{kind}}}({X.symbol})", shape
+                    ActivationAt(partial(elementwise, kind, constants), X.value),
+                    {"X": X},
+                    rf"\mathrm{{{kind}}}({X.symbol})",
+                    shape,
                 )
             case LayerNorm(dims=1, eps=float(eps)) | RMSNorm(dims=1, eps=float(eps)):
                 return self.norm(type(a.primitive), x, others, self.number(EPSILON.name, eps))
