@@ -223,7 +223,7 @@ def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | No
 
 @dataclass(frozen=True, eq=False)
 class FactorAt(OperationAt):
-    """N = c X + s for constant numbers c and s at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
+    """N = c X + s for constants c and s at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
 
     >>> import torch
     >>> FactorAt(torch.ones(1, 2), Factor(0.5, sympy.Symbol("c"))).jacobian("X")
