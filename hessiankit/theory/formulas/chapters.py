@@ -208,6 +208,7 @@ CHAPTERS: dict[str, Chapter] = {
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "identity", nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu", nn.Tanh: "tanh",
+    nn.GELU: "gelu",
 }  # fmt: skip
 
 
@@ -302,19 +303,15 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
             note = ("k", rf"0\text{{ at row }}{frozen_row}\text{{, which has no gradient, }}1\text{{ elsewhere}}")
             chapter = replace(chapter, values=(*chapter.values, note))
         return "embedding", chapter, {"E": module.weight}, {"frozen": frozen_row}, None
-    kind = ACTIVATIONS.get(type(module), "")
-    if isinstance(module, nn.GELU):
-        kind = "gelu" if module.approximate == "none" else "gelu_tanh"
-    if kind:
+    if kind := ACTIVATIONS.get(type(module), ""):
+        kind += "_tanh" * (getattr(module, "approximate", "none") == "tanh")
         slope = {"negative_slope": module.negative_slope} if isinstance(module, nn.LeakyReLU) else {}
         return "activation", CHAPTERS["activation"], {}, {"kind": kind, **slope}, None
-    name = ""
-    if isinstance(module, nn.Softmax) and module.dim in (-1, 1):
-        name = "softmax"
-    elif isinstance(module, nn.MSELoss) and module.reduction == "mean":
-        name = "mse"
-    elif isinstance(module, nn.CrossEntropyLoss) and module.weight is None and module.ignore_index < 0:
-        name = "cross_entropy" if module.reduction == "mean" and module.label_smoothing == 0 else ""
-    if name:
-        return name, CHAPTERS[name], {}, {}, None
-    return None
+    plain = {
+        "softmax": isinstance(module, nn.Softmax) and module.dim in (-1, 1),
+        "mse": isinstance(module, nn.MSELoss) and module.reduction == "mean",
+        "cross_entropy": isinstance(module, nn.CrossEntropyLoss)
+        and (module.weight, module.reduction, module.label_smoothing) == (None, "mean", 0)
+        and module.ignore_index < 0,
+    }
+    return next(((name, CHAPTERS[name], {}, {}, None) for name, is_one in plain.items() if is_one), None)
