@@ -39,7 +39,7 @@ from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.recording import Parameter, StageValue, run
-from hessiankit.theory.formulas.symbols import Factor, index_of, marked, plus, ring, row_of, spelling, symbol_of
+from hessiankit.theory.formulas.symbols import Factor, base_of, index_of, marked, plus, row_of, spelling, symbol_of
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ def norm_alphabet(name: str, X: str, gain: str = r"\gamma") -> dict[str, str]:
 
     The chapter's hat, for rows before the gain, is a ring here: a hat is on what a norm returns.
     """
-    rows = {r"\hat X": ring(X), r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring(X)})"}
+    ring = marked("mathring", base_of(X))
+    rows = {r"\hat X": ring, r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring})"}
     own = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": gain}
     return {**rows, **own, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
 

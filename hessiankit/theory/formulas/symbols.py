@@ -141,22 +141,20 @@ _ACCENTS = re.compile(r"\\(check|hat|tilde|bar)\{([^{}]*)\}")
 
 
 def marked(accent: str, symbol: str) -> str:
-    """Return a symbol with an accent: a hat on a normed value, a tilde on a rotated one, a check on one split into heads."""
+    """Return a symbol with an accent: a hat on a normed value, a tilde on a rotated one, a check on one split into heads.
+
+    A bar is on a value times a number or a vector, a ring on rows that a norm has centred and divided, before gain and shift.
+    """
     return rf"\{accent}{{{symbol}}}"
 
 
-def bar(symbol: str) -> str:
-    r"""Return the symbol of a value times a number or a vector.
+def base_of(symbol: str) -> str:
+    r"""Return a symbol without its accent.
 
-    >>> bar(r"\hat{X}"), ring(r"\check{Q}"), row_of(r"\check{Q}"), plus("b_1")
-    ('\\bar{X}', '\\mathring{Q}', 'q_i', ' + \\mathbf{1}\\,b_1^\\top')
+    >>> base_of(r"\hat{X}"), row_of(r"\check{Q}"), plus("b_1")
+    ('X', 'q_i', ' + \\mathbf{1}\\,b_1^\\top')
     """
-    return marked("bar", _ACCENTS.sub(r"\2", symbol))
-
-
-def ring(symbol: str) -> str:
-    """Return the symbol of a value whose rows a norm has centred and divided, before its gain and shift."""
-    return marked("mathring", _ACCENTS.sub(r"\2", symbol))
+    return _ACCENTS.sub(r"\2", symbol)
 
 
 def row_of(symbol: str) -> str:
