@@ -22,13 +22,13 @@ import numpy as np
 
 from derivations.arrays import Array, Scalar, inverse_sqrt, reciprocal, scale, sqrt
 from derivations.matrix import Commutation, Dense, Diagonal, Identity, Matrix, Named, Ones, Zero, kron
-from derivations.operation import shape_of
+from derivations.operation import OperationAt, shape_of
 from derivations.vecr import diag_rule, inverse_rule, kron_derivative_left, kron_derivative_right, kronecker_rule, product_rule
 
 
 @dataclass(frozen=True, eq=False)
-class LayerNormTheorems:
-    """The objects of Theorems 2 and 3 at a point X.
+class LayerNormTheorems(OperationAt):
+    """LN(X) = P M at a point, with gamma = 1, beta = 0, eps = 0: the objects of Theorems 2 and 3.
 
     Args:
         X: L x d, no row of which is constant (Assumption 2).
@@ -38,10 +38,11 @@ class LayerNormTheorems:
 
     >>> import torch
     >>> objects = LayerNormTheorems(torch.tensor([[1.0, -1.0, 1.0, -1.0]]))
-    >>> objects.P.dense().tolist(), objects.jacobian.dense()[0].tolist()
+    >>> objects.P.dense().tolist(), objects.jacobian("X").dense()[0].tolist()
     ([[1.0]], [0.5, 0.0, -0.5, 0.0])
     """
 
+    argument_names = ("X",)
     X: Array
 
     def __post_init__(self) -> None:
@@ -101,9 +102,13 @@ class LayerNormTheorems:
         (curvature-gap/thm8-dp)."""
         return Named("H", self._root * (self.A1 @ self.B1), r"$\partial P/\partial X$: inverse rule for $P = D^{-1}$")
 
-    @cached_property
-    def jacobian(self) -> Matrix:
-        """dLN/dX = (P (x) I_d) dM/dX + (I_L (x) M^T) dP/dX, Ld x Ld (curvature-gap/thm2: holds as printed)."""
+    @property
+    def value(self) -> Array:
+        """LN(X), L x d."""
+        return self.P @ self.centred
+
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dLN/dX = (P (x) I_d) dM/dX + (I_L (x) M^T) dP/dX, Ld x Ld (curvature-gap/thm2: holds as printed)."""
         return product_rule(self.P, self.dP, self.M, self.dM)
 
     # The factors of dP/dX = A_1 B_1 / sqrt(d), with B_1 = E A_2 B_2 and B_2 = J A_3 B_3 (Appendix C.3) ----------------------
@@ -217,9 +222,8 @@ class LayerNormTheorems:
         whole = kron_derivative_right(Identity(rows), (d, rows)) @ Commutation(d, rows) @ self.dM
         return _derivative(r"(I\otimes M^\top)", whole, "Kronecker rule, after that of a transpose")
 
-    @cached_property
-    def hessian(self) -> Matrix:
-        r"""d2LN/dX2, (Ld)^2 x Ld: the product rule applied to the two terms of Theorem 2 (curvature-gap/thm3-skel).
+    def _hessian(self, name_i: str, name_j: str) -> Matrix:
+        r"""Return d2LN/dX2, (Ld)^2 x Ld: the product rule applied to the two terms of Theorem 2 (curvature-gap/thm3-skel).
 
         ```math
         (P\otimes I_d\otimes I)\,\partial^2M + (I\otimes(\partial M)^\top)\,\partial(P\otimes I_d)
@@ -248,7 +252,7 @@ def theorem2_jacobian(X: Array) -> Matrix:
     >>> theorem2_jacobian(torch.tensor([[2.0, -2.0]])).dense().tolist()  # sign(x): flat
     [[0.0, 0.0], [0.0, 0.0]]
     """
-    return LayerNormTheorems(X).jacobian
+    return LayerNormTheorems(X).jacobian("X")
 
 
 def theorem3_hessian(X: Array) -> Matrix:
@@ -261,4 +265,4 @@ def theorem3_hessian(X: Array) -> Matrix:
     >>> theorem3_hessian(torch.tensor([[2.0, -2.0]])).shape
     (4, 2)
     """
-    return LayerNormTheorems(X).hessian
+    return LayerNormTheorems(X).hessian("X", "X")

@@ -95,7 +95,12 @@ class _NormalizationAt(OperationAt):
     @cached_property
     def X_hat(self) -> Array:
         """The normalised rows P X C, of shape (L, d)."""
-        return self.M * reciprocal(self.s)
+        rows = self.M * reciprocal(self.s)
+        if self.alone is None or not is_exact(rows):
+            return rows
+        from derivations.smooth_sign import smooth_sign  # SymPy is slow to import
+
+        return smooth_sign(self.M, self._row_eps(), rows)
 
     @cached_property
     def P(self) -> Matrix:

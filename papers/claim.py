@@ -174,7 +174,7 @@ class Claim(WithDict):
             TypeError: The computation is not one that can support this verdict, or a wrong formula has no second route.
         """
         if self.verdict != "WRONG AS PRINTED":
-            return self._as_read(self._checked(self.compute(seed)), seed)
+            return self._as_read(self._compared(self._checked(self.compute(seed))), seed)
         with confirmations() as errors:
             found = self._checked(self.compute(seed))
         second = "; ".join([found.second] * bool(found.second) + ([_confirmed(errors)] if errors else []))
@@ -184,7 +184,17 @@ class Claim(WithDict):
                 "derivative by papers.autodiff, which is compared with differences"
             )
         good = found.reproduced and max(errors, default=0.0) <= CONFIRMED
-        return self._as_read(replace(found, second=second, reproduced=good), seed)
+        return self._as_read(self._compared(replace(found, second=second, reproduced=good)), seed)
+
+    def _compared(self, found: Evidence) -> Evidence:
+        """Return the evidence with the verdict of ``hessiankit.identical``, at every point, on a row of ``papers.identities``."""
+        from papers.identities import IDENTITIES, compared  # here, since SymPy is slow to import
+
+        if self.id not in IDENTITIES:
+            return found
+        comparison = compared(self.id)
+        second = f"{found.second}; {comparison}" if found.second else str(comparison)
+        return replace(found, second=second, reproduced=found.reproduced and comparison.supports(self.verdict))
 
     def _as_read(self, found: Evidence, seed: int) -> Evidence:
         """Return the evidence with its seed; not reproduced where the printed side is not the one once read."""

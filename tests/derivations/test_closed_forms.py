@@ -1,4 +1,4 @@
-"""Softmax, norms and heads in vec_r: identities, digits, torch's own functions, and exact numbers."""
+"""Softmax and norms in vec_r: identities, digits, torch's own functions, and exact numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformer_reference import layer_norm
 
 from derivations.bounds.norm_rows import NormRows
 from derivations.group_normalization import GroupNormRowsAt
-from derivations.multihead import MultiHeadAttentionAt, split_heads
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.row_blocks import RowCovariance
 
@@ -73,17 +72,3 @@ def test_the_rows_of_a_norm_are_blocks_of_the_chapter(chapter, width):
 def test_groups_have_no_eps_by_default():
     X = random_point(0, X=(2, 6))["X"]
     assert relative_error(GroupNormRowsAt(X, 3).value, torch.nn.functional.group_norm(X, 3, eps=0.0)) <= 1e-13
-
-
-# Feed-forward networks and heads -------------------------------------------------------------------------------------
-
-
-def test_split_heads_is_the_packed_attention_of_torch():
-    n_heads = 2
-    point = random_point(5, X=(1, L, d), in_proj=(3 * d, d), out_proj=(d, d))
-    packed = torch.nn.MultiheadAttention(d, n_heads, bias=False, batch_first=True, dtype=torch.float64)
-    packed.load_state_dict({"in_proj_weight": point["in_proj"], "out_proj.weight": point["out_proj"]})
-    W_Q, W_K, W_V = point["in_proj"].T.split(d, dim=1)
-    operation = MultiHeadAttentionAt(point["X"][0], split_heads(W_Q, W_K, W_V, point["out_proj"].T, n_heads))
-    expected = packed(point["X"], point["X"], point["X"], need_weights=False)[0][0]
-    assert torch.allclose(operation.value, expected, rtol=0, atol=1e-12)

@@ -25,8 +25,6 @@ from derivations.head_products import HeadProductAt
 from derivations.linear_map import LinearMapAt, mean_rows, merge_heads, split_heads, take_row
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.matrix import Matrix
-from derivations.multihead import MultiHeadAttentionAt
-from derivations.multihead import split_heads as pieces
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.operation import Operation
 from derivations.pooling import MeanPoolHeadAt
@@ -185,25 +183,6 @@ for causal, (L, d, d_K, d_v, d_out) in (
     )
 
 
-def by_heads(X: torch.Tensor, causal: bool, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    heads = [{name[:3]: W for name, W in weights.items() if name.endswith(f"[{h}]")} for h in (0, 1)]
-    return sum(attention(X, **head, causal=causal) for head in heads)
-
-
-def multihead(X: torch.Tensor, causal: bool, weights: dict[str, torch.Tensor]) -> MultiHeadAttentionAt:
-    heads = [{name[:3]: W for name, W in weights.items() if name.endswith(f"[{h}]")} for h in (0, 1)]
-    return MultiHeadAttentionAt(X, heads, mask=CAUSAL if causal else None)
-
-
-for causal, projected in ((False, False), (True, True)):
-    shapes = {"W_Q": (4, 2), "W_K": (4, 2), "W_V": (4, 3), **({"W_O": (3, 4)} if projected else {})}
-    CASES[f"two heads, causal {causal}"] = Case(
-        lambda X, c=causal, **p: multihead(X, c, p),
-        lambda X, c=causal, **p: by_heads(X, c, p),
-        {"X": (3, 4), **{f"{name}[{h}]": shape for name, shape in shapes.items() for h in (0, 1)}},
-    )
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_all_blocks(name: str) -> None:
     make, f, shapes, sharp = CASES[name]
@@ -226,7 +205,6 @@ EXACT = np.array([[Fraction(1), Fraction(-2), Fraction(4)]], dtype=object)
 ONE, SQUARE, GAIN = torch.ones(1, 1), torch.ones(2, 2), torch.ones(4)
 ATTENTION = {"X": torch.ones(3, 4), "W_Q": torch.ones(4, 2), "W_K": torch.ones(4, 2), "W_V": torch.ones(4, 4)}
 NETWORK = {"Y": torch.ones(3, 4), "W_1": torch.ones(4, 5), "W_2": torch.ones(5, 4)}
-HEAD = {name: W for name, W in ATTENTION.items() if name != "X"}
 MALFORMED: list[tuple[Callable[[], Any], str]] = [
     (lambda: AffineAt(X, X), r"AffineAt: expected X \(L, d\), W \(d, m\) and b \(m,\), got"),
     (
@@ -265,8 +243,6 @@ MALFORMED: list[tuple[Callable[[], Any], str]] = [
     (lambda: FeedForwardAt(**NETWORK, b_1=GAIN), r"b_1 needs shape \(5,\)"),
     (lambda: AttentionAt(**ATTENTION).Phi("Q", "O"), "no argument is called 'W_O'"),
     (lambda: AttentionAt(**ATTENTION, W_O=torch.ones(3, 2)), "does not conform"),
-    (lambda: MultiHeadAttentionAt(ATTENTION["X"], [HEAD, {**HEAD, "W_V": torch.ones(4, 3)}]), "one output shape"),
-    (lambda: pieces(*(torch.ones(4, 4) for _ in range(4)), n_heads=3), "do not divide into 3 heads"),
     (lambda: TokenEmbeddingAt(torch.tensor([0.5]), X), "got float32 tokens"),
     (lambda: HeadProductAt(**SCORES, heads=2, kind="mix"), r"with 2 heads, a mixture needs P \(2 L, S\) and R \(2 S, v\)"),
     (lambda: Selection([-1], 2), "there is no row -1 of 2"),
@@ -276,7 +252,6 @@ MALFORMED: list[tuple[Callable[[], Any], str]] = [
     (lambda: MeanPoolHeadAt(X, torch.ones(3, 4), V), "expected Z"),
     (lambda: CrossEntropyAt(torch.ones(2, 5), [0]), "need L labels below C"),
     (lambda: FeedForwardAt(**{**NETWORK, "W_2": torch.ones(5, 2)}), "need to conform"),
-    (lambda: MultiHeadAttentionAt(ATTENTION["X"], []), "0 heads"),
     (lambda: AttentionAt(**{**ATTENTION, "W_K": ATTENTION["W_K"][:3]}), "need 4 rows"),
     (lambda: rotary(5, 6, cos=ONE), "both or none of cos and sin"),
     (lambda: Rotations(X, X[:1]), r"Rotations: cos and sin need one shape \(L, w/2\)"),

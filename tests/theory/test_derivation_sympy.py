@@ -18,6 +18,7 @@ from derivations.operation import shape_of
 from hessiankit import InputError, TransformerBlock, derive, hessian
 from hessiankit.theory.formulas.chapters import CHAPTERS
 from hessiankit.theory.formulas.code import identifier
+from hessiankit.theory.formulas.traced import letter_of
 
 X = torch.randn(2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 X3 = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -104,6 +105,20 @@ def test_functions_have_the_numbers_of_the_hessian(heads):
     found = function(**{name: arrays[name] for name in inspect.signature(function).parameters if name in arrays})
     expected = hessian(block, X[None], target[None], loss="mse").block(*names)
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(2), torch.nn.RMSNorm(1, eps=1e-5)])
+def test_a_norm_of_rows_that_move_along_themselves_has_the_numbers_of_the_hessian(norm):
+    """The derivatives are small differences in 1/s - x^2/s^3, which at variances of 10^4 leave half of the digits."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, *norm.normalized_shape), norm).double()
+    inputs, target = 100 * X3, torch.zeros(2, *norm.normalized_shape).double()
+    derivation = derive(module, wrt=("0.weight", "0.weight"), inputs=inputs, target=target, loss="mse")
+    function, arrays = derivation.function(), {"X": inputs, "Target": target}
+    arrays |= {identifier(letter_of(name, p)): p.detach() for name, p in module.named_parameters()}
+    found = function(**{name: arrays[name].numpy() for name in inspect.signature(function).parameters if name in arrays})
+    expected = hessian(module, inputs, target, loss="mse").block(*derivation.wrt)
+    assert (torch.from_numpy(found) - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 def letters(block):

@@ -29,7 +29,6 @@ from derivations.head_products import HeadProductAt
 from derivations.linear_map import LinearMapAt, mean_rows, merge_heads, rotary, split_heads, take_row
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.matrix import Dense, Identity, Matrix, kron
-from derivations.multihead import MultiHeadAttentionAt
 from derivations.normalization import LayerNormAt, RMSNormAt, theorem2_jacobian, theorem3_hessian
 from derivations.operation import Operation, Renamed, Shape, Total, Variable
 from derivations.pooling import MeanPoolHeadAt
@@ -212,17 +211,6 @@ def attention(L: int, d_V: int, d_K: int, d_v: int, d_out: int | None = None, *,
     return case(pair, shapes)
 
 
-HEAD_SHAPES: dict[str, Shape] = {"W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 1), "W_O": (1, 2)}
-
-
-def multi_head_attention(p: Variables, draw: Draw) -> tuple[Operation, Array]:
-    """Return two heads with L = 2, d_V = 3, d_K = 1, d_v = 1, d_out = 2, and all blocks across them."""
-    arrays = {name: np.concatenate([p.jets[f"{name}[{h}]"] for h in range(2)], int(name != "W_O")) for name in HEAD_SHAPES}
-    jets = JetBlock(Attention(3, 2, d_k=1, d_v=1, output_projection=True), arrays, draw)
-    output, heads = jets(p.jets["X"]), [{name: p.at[f"{name}[{h}]"] for name in HEAD_SHAPES} for h in range(2)]
-    return MultiHeadAttentionAt(p.at["X"], heads, scale=SCALE, weights=np.split(jets.stacked, 2)), output
-
-
 def jets_by_letter(block: TransformerBlock, p: Variables, draw: Draw) -> JetBlock:
     """Return a block at those of its parameters that have their letter among some variables."""
     letters = {dotted: symbol_of(dotted).removeprefix("\\") for dotted, _ in block.named_parameters()}
@@ -347,9 +335,6 @@ _FF, _BLOCK, _KINKS = "L=2 d_V=3 d_ff=4", "L=2 d_V=3 d_K=1 d_ff=4", 2**8
 _split, _merged = partial(by_head, heads=2), partial(by_token, heads=2)
 _pooled = partial(operation, MeanPoolHeadAt, mean_pool_head, Z=(2, 3), W_c=(3, 4))
 _tokens = [3, 0, 3]
-_two_heads = case(
-    multi_head_attention, {"X": (2, 3), **{f"{name}[{h}]": HEAD_SHAPES[name] for h in range(2) for name in HEAD_SHAPES}}
-)
 
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("vecr", "rules", "X 2x3, Y 3x4, D 2x2", vecr_rules),
@@ -369,7 +354,6 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("attention", "nine Phi, X blocks", "L=3 d_V=2 d_K=4", attention(3, 2, 4, 2)),
     ("attention", "nine Phi, X blocks, causal mask", "L=3 d_V=2 d_K=4", attention(3, 2, 4, 2, causal=True)),
     ("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=3 d_K=4 d_v=5 d_out=6", attention(2, 3, 4, 5, 6)),
-    ("attention", "two heads", "L=2 d_V=3 d_K=1 d_v=1 d_out=2", _two_heads),
     ("affine", "X W", "L=2 d=3 m=4", operation(AffineAt, linear, X=(2, 3), W=(3, 4))),
     ("affine", "X W + b", "L=2 d=3 m=4", operation(AffineAt, linear, X=(2, 3), W=(3, 4), b=(4,))),
     ("linear_map", "split heads", "L=3 H=2 w=2", linear_map(split_heads(3, 2, 2), _split, (3, 4), (6, 2))),

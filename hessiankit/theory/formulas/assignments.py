@@ -169,21 +169,17 @@ class Recorder:
         self, results: Sequence[sympy.Expr], rows: Sequence[sympy.Symbol], columns: Sequence[sympy.Symbol]
     ) -> sympy.ImmutableDenseMatrix:
         """Return second derivatives of expressions: one row for each result and row symbol, one column for each column symbol."""
-        first = [(k, i, slope) for k, slopes in enumerate(self.derivatives(results, rows)) for i, slope in slopes.items()]
-        entries = {}
-        for (k, i, _), slopes in zip(first, self.derivatives([slope for _, _, slope in first], columns), strict=True):
-            for j, slope in slopes.items():
-                if rows is not columns or j <= i:
-                    entries[k * len(rows) + i, j] = slope
-                    if rows is columns:
-                        entries[k * len(rows) + j, i] = slope
-        return sympy.SparseMatrix(len(results) * len(rows), len(columns), entries).as_immutable()
+        matrix, n = self.jacobian(self.jacobian(results, rows).flat(), columns), len(rows)
+        if rows is not columns:
+            return matrix
+        return sympy.ImmutableSparseMatrix(*matrix.shape, lambda k, j: matrix[k - k % n + max(k % n, j), min(k % n, j)])
 
     def assignments(
         self, matrix: sympy.ImmutableDenseMatrix, inputs: Mapping[str, Any], parameters: Mapping[sympy.Symbol, float]
     ) -> Assignments:
         """Return a result with the assignments that it depends on."""
-        return Assignments(_dependencies(self._rows, matrix.flat()), matrix, inputs, parameters)
+        rows = _dependencies(self._rows, matrix.flat())
+        return Assignments(tuple((name, meaning.doit()) for name, meaning in rows), matrix, inputs, parameters)
 
     def _slopes(self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], labels: Sequence[str | None]) -> Slopes:
         """Return the sums over a of f_a D a, with labels for those that get a name."""

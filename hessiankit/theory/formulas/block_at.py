@@ -9,7 +9,7 @@ that its derivatives are G_k and Phi_kl. Any other attention is a chain of stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -39,7 +39,7 @@ from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.recording import Parameter, StageValue, run
-from hessiankit.theory.formulas.symbols import Factor, index_of, marked, plus, ring, row_of, spelling, symbol_of
+from hessiankit.theory.formulas.symbols import Factor, base_of, index_of, marked, plus, row_of, spelling, symbol_of
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ def norm_alphabet(name: str, X: str, gain: str = r"\gamma") -> dict[str, str]:
 
     The chapter's hat, for rows before the gain, is a ring here: a hat is on what a norm returns.
     """
-    rows = {r"\hat X": ring(X), r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring(X)})"}
+    ring = marked("mathring", base_of(X))
+    rows = {r"\hat X": ring, r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring})"}
     own = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": gain}
     return {**rows, **own, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
 
@@ -197,13 +198,8 @@ def _attention_chain(parts: BlockAt, name: str, X: Stage) -> Stage:
     Q = _projected(parts, "Q", X, heads, 1)
     K = _projected(parts, "K", X, kv_heads, heads // kv_heads)
     V = _projected(parts, "V", X, kv_heads, heads // kv_heads)
-    per_head = r"\text{ for each head}" if heads > 1 else ""
-    scores = HeadProductAt(Q.value, K.value, heads, "scores", exact.scale)
-    T = parts.stage("T", scores, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{per_head}")
     mask = causal_mask(length, heads) if part.causal else None
-    softmax = SoftmaxAt(T.value, mask=mask, weights=exact.weights)
-    A = parts.stage("A", softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}")
-    C = parts.stage("C", HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{per_head}")
+    C = weighted_values(parts.stage, "TAC", (Q, K, V), heads, exact.scale, mask, exact.weights)
     C = _normed(parts, "c", C, "head")
     if heads > 1:
         width = shape_of(C.value)[1]
@@ -214,6 +210,29 @@ def _attention_chain(parts: BlockAt, name: str, X: Stage) -> Stage:
         return parts.affine(name, C, "attention.W_O", "attention.b_O")
     shape = shape_of(C.value)
     return parts.stage(name, LinearMapAt(C.value, Identity(size(shape)), shape), {"X": C}, C.symbol)
+
+
+def weighted_values(
+    stage: Callable[..., Stage],
+    symbols: Sequence[str],
+    parts: Sequence[Stage],
+    heads: int,
+    scale: Any,
+    mask: Any,
+    weights: Any = None,
+) -> Stage:
+    """Return softmax(c Q K^T) V head by head, in stages for logits, weights and values under three symbols.
+
+    ``stage`` makes a stage of a symbol, an operation, the stages that it reads and its rule.
+    """
+    Q, K, V = parts
+    t, a, f = symbols
+    per_head = r"\text{ for each head}" if heads > 1 else ""
+    scores = HeadProductAt(Q.value, K.value, heads, "scores", scale)
+    T = stage(t, scores, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{per_head}")
+    softmax = SoftmaxAt(T.value, mask=mask, weights=weights)
+    A = stage(a, softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}")
+    return stage(f, HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{per_head}")
 
 
 def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -> Stage:

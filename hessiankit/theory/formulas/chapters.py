@@ -27,9 +27,8 @@ from derivations.gains import ColumnScaleAt, HadamardAt
 from derivations.group_normalization import GroupNormRowsAt
 from derivations.layernorm_theorems import LayerNormTheorems
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
-from derivations.matrix import Matrix
 from derivations.normalization import LayerNormAt, RMSNormAt
-from derivations.operation import Operation, OperationAt, Renamed, shape_of
+from derivations.operation import Operation, Renamed, shape_of
 from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
@@ -112,26 +111,6 @@ def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed:
     return {name: torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu") for name, shape in numbers.items()}
 
 
-class LayerNormOfThePaper(OperationAt):
-    """LN(X) = P M as Theorems 2 and 3 of Closing the Curvature Gap build its derivatives."""
-
-    argument_names = ("X",)
-
-    def __init__(self, X: Array) -> None:
-        self.X, self._objects = X, LayerNormTheorems(X)
-
-    @property
-    def value(self) -> Array:
-        """P M, L x d."""
-        return self._objects.P @ self._objects.centred
-
-    def _jacobian(self, name: str) -> Matrix:
-        return self._objects.jacobian
-
-    def _hessian(self, name_i: str, name_j: str) -> Matrix:
-        return self._objects.hessian
-
-
 def _mean_squared_error(Z: Array, target: Any = None) -> Operation:
     if is_exact(Z) and isinstance(target, Tensor):
         target = np.vectorize(Fraction, otypes=[object])(target.double().numpy())
@@ -181,7 +160,7 @@ CHAPTERS: dict[str, Chapter] = {
         options={"groups": 2, "kind": "layernorm", "eps": 1e-5},
     ),
     "layernorm-paper": Chapter(
-        r"\mathrm{LN}", r"P\,M", {"X": ("L", "d_V")}, LayerNormOfThePaper, ("X", "X"),
+        r"\mathrm{LN}", r"P\,M", {"X": ("L", "d_V")}, LayerNormTheorems, ("X", "X"),
         values=(
             ("M", r"X - \tfrac{1}{d_V}X\,\mathbf{1}\,\mathbf{1}^\top"),
             (r"\sigma", r"\tfrac{1}{\sqrt{d_V}}(M^{\circ 2}\,\mathbf{1})^{\circ 1/2}"),
@@ -229,6 +208,7 @@ CHAPTERS: dict[str, Chapter] = {
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "identity", nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu", nn.Tanh: "tanh",
+    nn.GELU: "gelu",
 }  # fmt: skip
 
 
@@ -323,19 +303,15 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
             note = ("k", rf"0\text{{ at row }}{frozen_row}\text{{, which has no gradient, }}1\text{{ elsewhere}}")
             chapter = replace(chapter, values=(*chapter.values, note))
         return "embedding", chapter, {"E": module.weight}, {"frozen": frozen_row}, None
-    kind = ACTIVATIONS.get(type(module), "")
-    if isinstance(module, nn.GELU):
-        kind = "gelu" if module.approximate == "none" else "gelu_tanh"
-    if kind:
+    if kind := ACTIVATIONS.get(type(module), ""):
+        kind += "_tanh" * (getattr(module, "approximate", "none") == "tanh")
         slope = {"negative_slope": module.negative_slope} if isinstance(module, nn.LeakyReLU) else {}
         return "activation", CHAPTERS["activation"], {}, {"kind": kind, **slope}, None
-    name = ""
-    if isinstance(module, nn.Softmax) and module.dim in (-1, 1):
-        name = "softmax"
-    elif isinstance(module, nn.MSELoss) and module.reduction == "mean":
-        name = "mse"
-    elif isinstance(module, nn.CrossEntropyLoss) and module.weight is None and module.ignore_index < 0:
-        name = "cross_entropy" if module.reduction == "mean" and module.label_smoothing == 0 else ""
-    if name:
-        return name, CHAPTERS[name], {}, {}, None
-    return None
+    plain = {
+        "softmax": isinstance(module, nn.Softmax) and module.dim in (-1, 1),
+        "mse": isinstance(module, nn.MSELoss) and module.reduction == "mean",
+        "cross_entropy": isinstance(module, nn.CrossEntropyLoss)
+        and (module.weight, module.reduction, module.label_smoothing) == (None, "mean", 0)
+        and module.ignore_index < 0,
+    }
+    return next(((name, CHAPTERS[name], {}, {}, None) for name, is_one in plain.items() if is_one), None)

@@ -6,7 +6,7 @@ import inspect
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,16 +36,6 @@ class Program:
     results: tuple[sympy.Expr, ...]
     shape: tuple[int, int]
 
-    def in_floats(self) -> Program:
-        """Return the list with numbers of 17 digits in place of roots and pi: torch's functions take tensors alone."""
-        rows = tuple((name, _in_floats(meaning)) for name, meaning in self.rows)
-        return replace(self, rows=rows, results=tuple(map(_in_floats, self.results)))
-
-
-def _in_floats(expression: sympy.Expr) -> sympy.Expr:
-    constants = expression.atoms(sympy.Pow, sympy.Function, sympy.NumberSymbol)
-    return expression.xreplace({part: sympy.N(part, 17) for part in constants if part.is_number})
-
 
 def program(
     replacements: Sequence[tuple[sympy.Symbol, sympy.Expr]],
@@ -53,7 +43,10 @@ def program(
     inputs: Mapping[str, sympy.ImmutableDenseMatrix],
     parameters: Mapping[sympy.Symbol, float],
 ) -> Program:
-    """Return assignments with identifiers; inputs that do not occur are left out."""
+    """Return assignments with identifiers, and with numbers of 17 digits for roots and pi: torch's functions take tensors alone.
+
+    Inputs that do not occur are left out.
+    """
     expressions = [*(meaning for _, meaning in replacements), *matrix]
     present = {symbol for expression in expressions for symbol in expression.free_symbols}
     names: dict[sympy.Basic, sympy.Expr] = {}
@@ -71,6 +64,8 @@ def program(
             array = sympy.MatrixSymbol(word_of(letter), *symbols.shape)
             arrays.append(array)
             names |= {symbols[index]: array[index] for index in np.ndindex(*symbols.shape)}
+    constants = {part for e in expressions for part in e.atoms(sympy.Pow, sympy.Function, sympy.NumberSymbol) if part.is_number}
+    names |= {part: sympy.N(part, 17) for part in constants}
     scalars = (*parameters, *(name for name, _ in replacements))
     names |= {symbol: sympy.Symbol(word_of(symbol.name), real=True) for symbol in scalars}
     numbers = {names[symbol]: value for symbol, value in parameters.items() if symbol in present}
@@ -154,7 +149,7 @@ def _julia(code: Program, name: str) -> str:
 
 LANGUAGES: dict[str, Callable[[Program, str], Any]] = {
     "numpy": lambda code, name: _python(code, name, ["scipy", "numpy"], _numpy_array),
-    "torch": lambda code, name: _python(code.in_floats(), name, [{"where": _where}, "torch"], _torch_tensor),
+    "torch": lambda code, name: _python(code, name, [{"where": _where}, "torch"], _torch_tensor),
     "c": _c,
     "julia": _julia,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from hessiankit.theory.formulas.chapters import CHAPTERS, of_chapter, of_module
 from hessiankit.theory.formulas.matrix_expressions import matrix_assignments
 from hessiankit.theory.formulas.result import Derivation
 from hessiankit.theory.formulas.subject import LOSS, Subject, of_block, target_of
+from hessiankit.theory.formulas.symbols import SizeName
 from hessiankit.theory.formulas.theorems import BLOCKS, PAPERS, statement
 from hessiankit.theory.formulas.typesetting import Story, story_of
 
@@ -127,23 +128,26 @@ def derive(
     return Derivation(names, loss, matrix, story, listed, formula, subject.sizes, subject.title, subject.claims)
 
 
+def _printed(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int) -> tuple[Stage, SizeName, list[Term]]:
+    """Return the value at sizes that print as letters, their names, and the summands of the derivative there."""
+    Z, sizes = subject.printed()
+    return Z, sizes, _terms(Z, symbols, loss, target_of(loss, None, Z.value, seed))
+
+
 def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int) -> Story:
-    Z, (printed, sizes) = subject.stage(subject.point), subject.printed()
-    terms = _terms(printed, symbols, loss, target_of(loss, None, printed.value, seed))
-    values = [*subject.known, *subject.values]
-    return story_of(_left(Z, loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), printed, values, sizes)
+    Z, sizes, terms = _printed(subject, symbols, loss, seed)
+    values, rule = [*subject.known, *subject.values], _rule(Z, symbols, loss)
+    return story_of(_left(Z, loss, symbols), _sum(terms), terms, rule, Z, values, sizes)
 
 
 def _matrix_expr(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int, named: bool) -> Any:
     """Return the derivative as a SymPy matrix expression, or with ``named`` its named parts and the result in their names."""
-    printed, sizes = subject.printed()
-    matrix = _sum(_terms(printed, symbols, loss, target_of(loss, None, printed.value, seed)))
+    _, sizes, terms = _printed(subject, symbols, loss, seed)
+    matrix = _sum(terms)
     rows, result = matrix_assignments(matrix.matrix if isinstance(matrix, Named) else matrix, sizes)
     if named:
         return rows, result
-    for symbol, meaning in reversed(rows):
-        result = result.xreplace({symbol: meaning})
-    return result
+    return reduce(lambda whole, row: whole.xreplace(dict([row])), reversed(rows), result)
 
 
 def _assignments(subject: Subject, names: Sequence[str], loss: str | None, goal: Any) -> Assignments:

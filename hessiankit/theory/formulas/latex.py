@@ -6,7 +6,6 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from pylatexenc.latexwalker import LatexCharsNode, LatexGroupNode, LatexMacroNode, LatexNode, LatexWalker
 from pylatexenc.macrospec import LatexContextDb, std_macro
@@ -173,35 +172,26 @@ def broken(formula: str, limit: float = WIDTH) -> list[str]:
     places = list(_places(atoms))
     pieces, start, inner = [], 0, False
     while offsets[len(formula)] - offsets[start] > limit:
-        lengths = {place: offsets[place.at] - offsets[start] for place in places if place.at > start}
+        lengths = {place: offsets[place[-1]] - offsets[start] for place in places if place[-1] > start}
         if not lengths:
             break
         candidates = [place for place, length in lengths.items() if limit / 3 <= length <= limit]
         fitting = [place for place, length in lengths.items() if length <= limit] or list(lengths)[:1]
-        cut = min(candidates, key=lambda place: (place.depth, not place.of_sum, -place.at)) if candidates else fitting[-1]
-        pieces.append(formula[start : cut.at])
-        start, inner = cut.at, inner or cut.depth > 0
+        depth, _, at = max(candidates, default=fitting[-1])
+        pieces.append(formula[start:at])
+        start, inner = at, inner or depth < 0
     pieces.append(formula[start:])
     if inner:  # brackets of one size: those of \left and \right cannot be in different lines
         pieces = [piece.replace(r"\left", r"\bigl").replace(r"\right", r"\bigr") for piece in pieces]
     return [pieces[0], *("{}" + _continued(piece) for piece in pieces[1:])]
 
 
-class _Place(NamedTuple):
-    """Place where a formula can be broken: the position, the depth of brackets, at a sum or in a product."""
-
-    at: int
-    depth: int
-    of_sum: bool
-
-
-def _places(atoms: Sequence[Atom]) -> Iterator[_Place]:
+def _places(atoms: Sequence[Atom]) -> Iterator[tuple[int, bool, int]]:
+    """Yield places where a formula can be broken, the best one largest: minus the depth of brackets, at a sum, the position."""
     depth, name = 0, ""
     for atom in atoms:
-        if atom.name in ("+", "-") and name not in ("", "(", "["):
-            yield _Place(atom.start, depth, True)
-        elif atom.name == r"\,":
-            yield _Place(atom.start, depth, False)
+        if atom.name in ("+", "-", r"\,") and (atom.name == r"\," or name not in ("", "(", "[")):
+            yield -depth, atom.name != r"\,", atom.start
         depth += (atom.name in ("(", "[")) - (atom.name in (")", "]"))
         name = atom.name
 

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any
 
 import sympy
 from sympy.matrices.expressions import DiagMatrix, KroneckerProduct, MatrixExpr
 
+from derivations import matrix as vecr
 from derivations.arrays import Array
-from derivations.matrix import (
-    BlockDiagonal,
-    Commutation,
-    Dense,
-    Diagonal,
-    DiagonalLift,
-    DiagonalTake,
-    Identity,
-    Kronecker,
-    Matrix,
-    Named,
-    Ones,
-    Product,
-    Scaled,
-    Sum,
-    Vec,
-    VecIdentity,
-    Zero,
-    definitions,
-)
 from derivations.row_blocks import Centring, RowBlocks, RowCovariance
 from derivations.selection import Selection
 from hessiankit.theory.formulas.symbols import SizeName
@@ -45,10 +27,6 @@ class CommutationMatrix(MatrixExpr):  # type: ignore[misc]  # SymPy's classes ha
     [0, 1, 0, 0],
     [0, 0, 0, 1]])
     """
-
-    def __new__(cls, m: Any, n: Any) -> CommutationMatrix:
-        """Return K_{m,n}."""
-        return super().__new__(cls, sympy.sympify(m), sympy.sympify(n))  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> tuple[Any, Any]:
@@ -78,10 +56,6 @@ class DiagonalLiftMatrix(MatrixExpr):  # type: ignore[misc]
     [1, 0, 0, 0],
     [0, 0, 0, 1]])
     """
-
-    def __new__(cls, n: Any) -> DiagonalLiftMatrix:
-        """Return E_n."""
-        return super().__new__(cls, sympy.sympify(n))  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> tuple[Any, Any]:
@@ -123,45 +97,43 @@ class RowVectorization(MatrixExpr):  # type: ignore[misc]
         return f"({printer._print(self.args[0])}).reshape(-1, 1)"
 
 
-def matrix_expression(matrix: Matrix, names: SizeName) -> MatrixExpr:
+def matrix_expression(matrix: vecr.Matrix, names: SizeName) -> MatrixExpr:
     """Return a formula in vec_r as a SymPy expression whose sizes are letters; a named part is a ``MatrixSymbol``."""
-
-    def convert(part: Matrix) -> MatrixExpr:
-        return matrix_expression(part, names)
-
+    convert = partial(matrix_expression, names=names)
     m, n = map(names.size, matrix.shape)
     result: Any
     match matrix:
-        case Named():
+        case vecr.Named():
             symbol = sympy.MatrixSymbol(matrix.symbol, *map(names.size, matrix.matrix.shape))
             result = symbol.T if matrix.transposed else symbol
-        case Product():
+        case vecr.Product():
             result = sympy.MatMul(*map(convert, matrix.factors))
-        case Sum():
+        case vecr.Sum():
             result = sympy.MatAdd(*map(convert, matrix.terms))
-        case Scaled():
+        case vecr.Scaled():
             result = sympy.MatMul(names.number(matrix.c), convert(matrix.matrix))
-        case Kronecker():
+        case vecr.Kronecker():
             left, right = convert(matrix.left), convert(matrix.right)
             result = KroneckerProduct(*(left.args if isinstance(left, KroneckerProduct) else (left,)), right)
-        case Identity():
+        case vecr.Identity():
             result = sympy.Identity(m)
-        case Zero():
+        case vecr.Zero():
             result = sympy.ZeroMatrix(m, n)
-        case Ones():
+        case vecr.Ones():
             result = sympy.OneMatrix(m, n)
-        case Commutation():
+        case vecr.Commutation():
             result = CommutationMatrix(names.size(matrix.m), names.size(matrix.n))
-        case DiagonalLift():
+        case vecr.DiagonalLift():
             result = DiagonalLiftMatrix(n)
-        case DiagonalTake():
+        case vecr.DiagonalTake():
             result = DiagonalLiftMatrix(m).T
         case Centring():
             result = sympy.Identity(m) - sympy.OneMatrix(m, m) / m
-        case Vec() | VecIdentity():
-            result = RowVectorization(convert(matrix.matrix) if isinstance(matrix, Vec) else sympy.Identity(names.size(matrix.n)))
+        case vecr.Vec() | vecr.VecIdentity():
+            content = convert(matrix.matrix) if isinstance(matrix, vecr.Vec) else sympy.Identity(names.size(matrix.n))
+            result = RowVectorization(content)
             result = result.T if matrix.transposed else result
-        case Diagonal():
+        case vecr.Diagonal():
             result = DiagMatrix(sympy.MatrixSymbol(matrix.symbol, m, 1))
         case RowBlocks() | RowCovariance():
             letter, _ = leaf(matrix)
@@ -177,39 +149,39 @@ def matrix_expression(matrix: Matrix, names: SizeName) -> MatrixExpr:
     return result
 
 
-def matrix_assignments(matrix: Matrix, names: SizeName) -> tuple[list[tuple[sympy.MatrixSymbol, MatrixExpr]], MatrixExpr]:
+def matrix_assignments(matrix: vecr.Matrix, names: SizeName) -> tuple[list[tuple[sympy.MatrixSymbol, MatrixExpr]], MatrixExpr]:
     """Return the named parts of a formula as pairs (symbol, expression in earlier symbols), and the formula in their symbols."""
-    parts = {Named(d.symbol, d.matrix): d.matrix for d in definitions(matrix)}
+    parts = {vecr.Named(d.symbol, d.matrix): d.matrix for d in vecr.definitions(matrix)}
     meanings = {matrix_expression(symbol, names): matrix_expression(part, names) for symbol, part in parts.items()}
     order = TopologicalSorter({symbol: meaning.atoms(sympy.MatrixSymbol) for symbol, meaning in meanings.items()}).static_order()
     return [(symbol, meanings[symbol]) for symbol in order if symbol in meanings], matrix_expression(matrix, names)
 
 
-def leaf(matrix: Matrix) -> tuple[str, bool]:
+def leaf(matrix: vecr.Matrix) -> tuple[str, bool]:
     """Return the letter of a leaf, and whether the leaf is the transposed matrix of this letter."""
     if isinstance(matrix, (RowBlocks, RowCovariance)):
         letter = re.sub(r"(?<![A-Za-z])([a-z])(\}?)_i$", lambda found: found[1].upper() + found[2], matrix.symbol)
         return rf"\operatorname{{vec}}_r({letter})", False
-    if isinstance(matrix, Dense) and matrix.symbol.endswith(r"^\top"):
+    if isinstance(matrix, vecr.Dense) and matrix.symbol.endswith(r"^\top"):
         return matrix.T.latex(), True
     if isinstance(matrix, Selection):
         return matrix.symbol, matrix.transposed
     return re.sub(r"I_\{[^{}]*\}", "I", matrix.latex()), False  # sizes of identities in the blocks of heads apart
 
 
-def leaves(matrix: Matrix) -> dict[str, Array]:
+def leaves(matrix: vecr.Matrix) -> dict[str, Array]:
     """Return the arrays of a formula's leaves, vectors as columns, by their letters."""
     arrays: dict[str, Array] = {}
-    if isinstance(matrix, BlockDiagonal):
+    if isinstance(matrix, vecr.BlockDiagonal):
         return {leaf(matrix)[0]: matrix.dense()}
     for child in matrix.children():
         arrays |= leaves(child)
-    if isinstance(matrix, Diagonal):
+    if isinstance(matrix, vecr.Diagonal):
         arrays[matrix.symbol] = matrix.values.reshape(-1, 1)
     elif isinstance(matrix, (RowBlocks, RowCovariance)):
         arrays[leaf(matrix)[0]] = matrix.rows.reshape(-1, 1)
     elif not matrix.children() and not isinstance(
-        matrix, (Identity, Zero, Ones, Commutation, DiagonalLift, DiagonalTake, Centring)
+        matrix, (vecr.Identity, vecr.Zero, vecr.Ones, vecr.Commutation, vecr.DiagonalLift, vecr.DiagonalTake, Centring)
     ):
         letter, transposed = leaf(matrix)
         arrays[letter] = (matrix.T if transposed else matrix).dense()

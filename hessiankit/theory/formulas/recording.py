@@ -19,7 +19,7 @@ from derivations.gains import ColumnScaleAt, ScalarScaleAt
 from derivations.operation import Renamed, shape_of
 from derivations.stage import Names, Stage, names_after, total
 from hessiankit.blocks.placements import Equation, steps
-from hessiankit.theory.formulas.symbols import Factor, FactorAt, bar, index_of
+from hessiankit.theory.formulas.symbols import Factor, FactorAt, base_of, index_of, marked
 
 Make = Callable[[str], Stage]
 
@@ -52,7 +52,9 @@ class StageValue:
 
     def __mul__(self, factor: Parameter | float) -> StageValue:
         """Return this value times a number or a parameter; without a name it has a bar."""
-        return StageValue(lambda name: _scaled(name, self.stage, factor), lambda: bar(self.stage.symbol), self._sums)
+        return StageValue(
+            lambda name: _scaled(name, self.stage, factor), lambda: marked("bar", base_of(self.stage.symbol)), self._sums
+        )
 
     __rmul__ = __mul__
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,9 +27,6 @@ from hessiankit.blocks.norms import GroupNorm
 
 LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
 """Primes above 3: numerators such as the 2 and 3 of 2/(Ld) and 3/d^2 do not cancel against them."""
-ORDER = ("L", "S", "H", r"H_{KV}", "r", "g", "d", "d_V", "d_g", "d_v", "d_K", r"d_{ff}", r"d_o", "C", "V")
-
-
 EPSILON, SCALE, SLOPE = sympy.symbols(r"\varepsilon c \alpha", positive=True)
 """Numbers that stay letters: eps of a norm, the factor of attention's logits (1/sqrt(d_K) over the temperature), and the slope of
 leaky ReLU."""
@@ -66,25 +62,17 @@ class SizeName:
 
     def __call__(self, n: int) -> str:
         """Return the name of a size in LaTeX."""
-        count, rest = self._factors(n)
-        self.used.update(count)
-        digits = str(rest) if rest > 1 or not count else ""
-        letters = sorted(count, key=lambda letter: ORDER.index(letter) if letter in ORDER else len(ORDER))
-        return digits + "".join(_power(letter, count[letter]) for letter in letters)
-
-    def _factors(self, n: int) -> tuple[Counter[str], int]:
-        """Return how often each letter divides n, and what remains."""
-        count: Counter[str] = Counter()
-        for letter, number in self.sizes.items():
-            while n % number == 0:
-                count[letter] += 1
-                n //= number
-        return count, n
+        size = self.size(n)
+        self.used.update(letter.name for letter in size.free_symbols)
+        return printed(size)
 
     def size(self, n: int) -> sympy.Expr:
         """Return a size as a SymPy expression in its letters."""
-        count, rest = self._factors(n)
-        return sympy.Mul(rest, *(sympy.Symbol(letter, integer=True, positive=True) ** k for letter, k in count.items()))
+        size: sympy.Expr = sympy.Integer(1)
+        for letter, number in self.sizes.items():
+            while n % number == 0:
+                size, n = size * sympy.Symbol(letter, integer=True, positive=True), n // number
+        return n * size
 
     def number(self, c: Any) -> sympy.Expr:
         """Return a factor whose denominator is a size, or the root of one, as a SymPy expression in its letters."""
@@ -96,20 +84,21 @@ class SizeName:
         return rest * sympy.sign(number) * sympy.sqrt(square.p / self.size(int(square.q))) if square.is_Rational else c
 
     def scalar(self, c: Any) -> str | None:
-        """Return the name of a rational number, or of the root of one, whose denominator is a size; None for others."""
-        c = sympy.sympify(c)
-        if c.free_symbols:  # a number that has a letter, such as alpha, times others
-            number, rest = c.as_independent(*c.free_symbols)
-            if number == 1:
-                return str(sympy.latex(rest))
-            name = self.scalar(number)
-            return None if name is None else rf"{name}\,{sympy.latex(rest)}"
-        sign, number = "-" if c.is_negative else "", c if c.is_Rational else c**2
-        if not number.is_Rational or number.q == 1 or self._factors(int(number.q))[1] > 1:
-            return None
-        if c.is_Rational:
-            return sign + rf"\frac{{{abs(c.p)}}}{{{self(int(c.q))}}}"
-        return sign + rf"\frac{{1}}{{\sqrt{{{self(int(number.q))}}}}}" if number.p == 1 else None
+        """Return the name of a number with a size in it; None for others."""
+        number = self.number(c)
+        self.used.update(letter.name for letter in number.free_symbols if letter.name in self.sizes)
+        return printed(number) if number.free_symbols else None
+
+
+def printed(expression: sympy.Expr) -> str:
+    r"""Return a product of sizes in LaTeX, without spaces and braces that it does not need.
+
+    >>> L, alpha = sympy.symbols(r"L \alpha")
+    >>> printed(2 * L), printed(alpha * L**2)
+    ('2L', 'L^2\\alpha')
+    """
+    tight = re.sub(r"(\\[A-Za-z]+ (?=[A-Za-z]))| ", r"\1", sympy.latex(expression))
+    return re.sub(r"([_^])\{(\w)\}", r"\1\2", tight)
 
 
 def prime_copy(block: TransformerBlock, sizes: Mapping[str, int], seed: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -129,10 +118,6 @@ def prime_copy(block: TransformerBlock, sizes: Mapping[str, int], seed: int) -> 
             shape = widths[index] if kind == "W" else widths[index][1:]
         copies[name] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return copies, torch.randn(sizes["L"], d, generator=generator, dtype=torch.float64, device="cpu")
-
-
-def _power(letter: str, n: int) -> str:
-    return letter if n == 1 else f"{letter}^{{{n}}}" if "_" in letter else f"{letter}^{n}"
 
 
 def symbol_of(dotted: str) -> str:
@@ -156,22 +141,20 @@ _ACCENTS = re.compile(r"\\(check|hat|tilde|bar)\{([^{}]*)\}")
 
 
 def marked(accent: str, symbol: str) -> str:
-    """Return a symbol with an accent: a hat on a normed value, a tilde on a rotated one, a check on one split into heads."""
+    """Return a symbol with an accent: a hat on a normed value, a tilde on a rotated one, a check on one split into heads.
+
+    A bar is on a value times a number or a vector, a ring on rows that a norm has centred and divided, before gain and shift.
+    """
     return rf"\{accent}{{{symbol}}}"
 
 
-def bar(symbol: str) -> str:
-    r"""Return the symbol of a value times a number or a vector.
+def base_of(symbol: str) -> str:
+    r"""Return a symbol without its accent.
 
-    >>> bar(r"\hat{X}"), ring(r"\check{Q}"), row_of(r"\check{Q}"), plus("b_1")
-    ('\\bar{X}', '\\mathring{Q}', 'q_i', ' + \\mathbf{1}\\,b_1^\\top')
+    >>> base_of(r"\hat{X}"), row_of(r"\check{Q}"), plus("b_1")
+    ('X', 'q_i', ' + \\mathbf{1}\\,b_1^\\top')
     """
-    return marked("bar", _ACCENTS.sub(r"\2", symbol))
-
-
-def ring(symbol: str) -> str:
-    """Return the symbol of a value whose rows a norm has centred and divided, before its gain and shift."""
-    return marked("mathring", _ACCENTS.sub(r"\2", symbol))
+    return _ACCENTS.sub(r"\2", symbol)
 
 
 def row_of(symbol: str) -> str:
@@ -223,7 +206,7 @@ def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | No
 
 @dataclass(frozen=True, eq=False)
 class FactorAt(OperationAt):
-    """N = c X for a constant number c at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
+    """N = c X + s for constants c and s at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
 
     >>> import torch
     >>> FactorAt(torch.ones(1, 2), Factor(0.5, sympy.Symbol("c"))).jacobian("X")
@@ -233,11 +216,12 @@ class FactorAt(OperationAt):
     argument_names = ("X",)
     X: Array
     c: float
+    shift: Any = 0
 
     @cached_property
     def value(self) -> Array:
         """N."""
-        return scale(self._printed if is_exact(self.X) else float(self.c), self.X)
+        return scale(self._printed if is_exact(self.X) else float(self.c), self.X) + self.shift
 
     @property
     def _printed(self) -> Any:

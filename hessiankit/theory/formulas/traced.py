@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,9 +26,9 @@ from derivations.arrays import Array, is_exact
 from derivations.gains import HadamardAt
 from derivations.head_products import HeadProductAt
 from derivations.linear_map import LinearMapAt
-from derivations.matrix import Commutation, Identity, Matrix, Ones, kron, scaled
+from derivations.matrix import Commutation, Identity, Ones, kron, scaled
 from derivations.normalization import LayerNormAt, RMSNormAt
-from derivations.operation import Operation, OperationAt, Renamed, Shape, Total, Variable, shape_of, size
+from derivations.operation import Operation, Renamed, Shape, Total, Variable, shape_of, size
 from derivations.selection import Selection
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Names, Stage, leaf, total
@@ -43,7 +43,7 @@ from hessiankit.primitives.pooling import Mean, SumOver
 from hessiankit.primitives.softmax import Softmax
 from hessiankit.request.checks import check_tensors
 from hessiankit.support.errors import InputError
-from hessiankit.theory.formulas.block_at import causal_mask, norm_alphabet, norm_names
+from hessiankit.theory.formulas.block_at import causal_mask, norm_alphabet, norm_names, weighted_values
 from hessiankit.theory.formulas.subject import Subject
 from hessiankit.theory.formulas.symbols import EPSILON, SCALE, SLOPE, FactorAt, SizeName
 from hessiankit.tracing.trace import Application, Trace, trace_module
@@ -63,35 +63,11 @@ FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
 """Functions of one number in SymPy, by the kinds of ``Elementwise``."""
 
 
-@dataclass(frozen=True, eq=False)
-class FunctionAt(ActivationAt):
-    """N = f(X), entry by entry, for one of ``FUNCTIONS`` at a point."""
-
-    constants: tuple[Any, ...] = ()
-
-    @cached_property
-    def _derivatives(self) -> Any:
-        if is_exact(self.X):
-            return np.frompyfunc(lambda x: FUNCTIONS[str(self.kind)](x, *self.constants), 1, 1)(self.X), None, None
-        return KINDS[str(self.kind)](self.X, *self.constants)
-
-
-@dataclass(frozen=True, eq=False)
-class ShiftAt(OperationAt):
-    """N = X + c for a constant number c at a point."""
-
-    argument_names = ("X",)
-    X: Array
-    c: Any
-
-    @property
-    def value(self) -> Array:
-        """N."""
-        return self.X + self.c
-
-    def _jacobian(self, name: str) -> Matrix:
-        """Return I."""
-        return Identity(size(shape_of(self.X)))
+def elementwise(kind: str, constants: Sequence[Any], X: Array, slope: Any) -> Any:
+    """Return the values of one of ``FUNCTIONS``, where X is no array of SymPy with the two derivatives."""
+    if is_exact(X):
+        return np.frompyfunc(lambda x: FUNCTIONS[kind](x, *constants), 1, 1)(X), None, None
+    return KINDS[kind](X, *constants)
 
 
 @dataclass(frozen=True)
@@ -125,12 +101,16 @@ def of_trace(module: nn.Module, inputs: Any) -> Subject:
         output: Any = torch.func.functional_call(module, own, own_args, own_kwargs)
         return output[0] if isinstance(output, (tuple, list)) else output  # such as hidden states and attention weights
 
-    traced = TracedModule(trace_module(call, {**parameters, "X": X}, ()))
+    trace = trace_module(call, {**parameters, "X": X}, ())
     symbols = {name: letter_of(name, value) for name, value in parameters.items()} | {"X": "X"}
-    point = {**parameters, "X": X.reshape(-1, X.shape[-1])}
-    stage, printed = partial(traced.stage, symbols), partial(traced.printed, symbols, point)
-    title, numbers = f"of {type(module).__name__}", {symbol: value for (_, value), symbol in traced.numbers.items()}
-    return Subject(point, symbols, (next(iter(symbols)),), stage, printed, title=title, numbers=numbers)
+    point, letters = {**parameters, "X": X.reshape(-1, X.shape[-1])}, letters_of_numbers(trace)
+
+    def stage(point: Mapping[str, Array]) -> Stage:
+        return _Stages(trace, letters, symbols, point).output()
+
+    numbers, title = {symbol: value for (_, value), symbol in letters.items()}, f"of {type(module).__name__}"
+    wrt = (next(iter(symbols)),)
+    return Subject(point, symbols, wrt, stage, lambda: (stage(point), SizeName({})), title=title, numbers=numbers)
 
 
 def letter_of(dotted: str, value: Tensor) -> str:
@@ -146,47 +126,30 @@ def letter_of(dotted: str, value: Tensor) -> str:
     return f"{kind}_{{{index}}}" if place else kind
 
 
-@dataclass(frozen=True)
-class TracedModule:
-    """The output of a trace as a stage."""
-
-    trace: Trace
-
-    def stage(self, symbols: Mapping[str, str], point: Mapping[str, Array]) -> Stage:
-        """Return the output at a point, of tensors or of exact entries."""
-        return _Stages(self.trace, self.numbers, symbols, point).output()
-
-    def printed(self, symbols: Mapping[str, str], point: Mapping[str, Array]) -> tuple[Stage, SizeName]:
-        """Return the output at the module's own sizes, which print in digits."""
-        return self.stage(symbols, point), SizeName({})
-
-    @cached_property
-    def numbers(self) -> dict[tuple[str, float], sympy.Symbol]:
-        """Letters of numbers by kind and value: eps of norms, factors of logits, slopes."""
-        roots = {
-            a.inputs[0] for a in self.trace.applications if isinstance(a.primitive, Elementwise) and a.primitive.kind == "rsqrt"
-        }
-        values: dict[str, dict[float, None]] = {}
-        for a in self.trace.applications:
-            match a.primitive:
-                case LayerNorm(eps=float(value)) | RMSNorm(eps=float(value)):
-                    values.setdefault(EPSILON.name, {})[value] = None
-                case Shift(c=value) if a.output in roots:
-                    values.setdefault(EPSILON.name, {})[value] = None
-                case ScaledDotProductAttention():
-                    values.setdefault(SCALE.name, {})[logits_factor(a.primitive, self.trace.values[a.inputs[0] or 0])] = None
-                case Activation(kind="leaky_relu", negative_slope=value):
-                    values.setdefault(SLOPE.name, {})[value] = None
-        letters = {}
-        for kind, numbers in values.items():
-            for k, value in enumerate(numbers):
-                letters[kind, value] = sympy.Symbol(kind if len(numbers) == 1 else f"{kind}_{k + 1}", positive=True)
-        return letters
+def letters_of_numbers(trace: Trace) -> dict[tuple[str, float], sympy.Symbol]:
+    """Return the letters of numbers by kind and value: eps of norms, factors of logits, slopes."""
+    roots = {a.inputs[0] for a in trace.applications if getattr(a.primitive, "kind", "") == "rsqrt"}
+    pairs = []
+    for a in trace.applications:
+        match a.primitive:
+            case LayerNorm(eps=float(value)) | RMSNorm(eps=float(value)):
+                pairs.append((EPSILON.name, value))
+            case Shift(c=value) if a.output in roots:
+                pairs.append((EPSILON.name, value))
+            case ScaledDotProductAttention():
+                pairs.append((SCALE.name, logits_factor(a.primitive, trace.values[a.inputs[0] or 0].shape[-1])))
+            case Activation(kind="leaky_relu", negative_slope=value):
+                pairs.append((SLOPE.name, value))
+    kinds, letters = [kind for kind, _ in dict.fromkeys(pairs)], dict[tuple[str, float], sympy.Symbol]()
+    for kind, value in dict.fromkeys(pairs):
+        k = 1 + sum(name == kind for name, _ in letters)
+        letters[kind, value] = sympy.Symbol(kind if kinds.count(kind) == 1 else f"{kind}_{k}", positive=True)
+    return letters
 
 
-def logits_factor(attention: ScaledDotProductAttention, query: Tensor) -> float:
-    """Return the factor of the logits."""
-    return float(query.shape[-1] ** -0.5 if attention.scale is None else attention.scale)
+def logits_factor(attention: ScaledDotProductAttention, width: int) -> float:
+    """Return the factor of the logits of queries of some width."""
+    return float(width**-0.5 if attention.scale is None else attention.scale)
 
 
 def rows_of(shape: Sequence[int]) -> Shape:
@@ -225,6 +188,11 @@ class _Stages:
     def apply(self, a: Application, shape: Shape) -> Entries:
         """Return the output of one application."""
         x, *others = (self.value(at) for at in a.inputs if at is not None)
+
+        def unary(operation: Callable[..., Operation], prefix: str, suffix: str = "", argument: str = "X") -> Entries:
+            X = self.matrix(x)
+            return self.stage(operation(**{argument: X.value}), {argument: X}, prefix + X.symbol + suffix, shape)
+
         match a.primitive:
             case Reshape() | Cast():
                 return Entries(x.stage, shape, x.positions)
@@ -251,29 +219,22 @@ class _Stages:
                     right = self.matrix(self.stage(factor, {"X": right}, rule, shape, symbol=f"B^{{({self.count + 1})}}"))
                 return Entries(total(self.symbol, left, right), shape)
             case Multiple(c=c):
-                X = self.matrix(x)
-                return self.stage(FactorAt(X.value, c), {"X": X}, rf"{c:.6g}\,{X.symbol}", shape)
+                return unary(partial(FactorAt, c=c), rf"{c:.6g}\,")
             case Shift(c=c):
-                X = self.matrix(x)
                 number = self.number(EPSILON.name, c)
-                return self.stage(ShiftAt(X.value, number), {"X": X}, rf"{X.symbol} + {sympy.latex(number)}", shape)
+                return unary(partial(FactorAt, c=1, shift=number), "", f" + {sympy.latex(number)}")
             case Multiply():
                 X, Y = (self.matrix(self.selection(t, lambda entries: entries.expand(shape))) for t in (x, others[0]))
                 return self.stage(HadamardAt(X.value, Y.value), {"X": X, "Y": Y}, rf"{X.symbol}\odot {Y.symbol}", shape)
             case Activation(kind=kind, negative_slope=slope):
-                X = self.matrix(x)
-                at = ActivationAt(kind, X.value, self.number(SLOPE.name, slope))
-                return self.stage(at, {"X": X}, rf"\mathrm{{{kind.replace('_', '-')}}}({X.symbol})", shape)
+                slope = self.number(SLOPE.name, slope)
+                return unary(partial(ActivationAt, kind, negative_slope=slope), rf"\mathrm{{{kind.replace('_', '-')}}}(", ")")
             case Elementwise(kind=kind, constants=constants) if kind in FUNCTIONS:
-                X = self.matrix(x)
-                return self.stage(
-                    FunctionAt(kind, X.value, constants=constants), {"X": X}, rf"\mathrm{{{kind}}}({X.symbol})", shape
-                )
+                return unary(partial(ActivationAt, partial(elementwise, kind, constants)), rf"\mathrm{{{kind}}}(", ")")
             case LayerNorm(dims=1, eps=float(eps)) | RMSNorm(dims=1, eps=float(eps)):
                 return self.norm(type(a.primitive), x, others, self.number(EPSILON.name, eps))
             case Softmax(dim=dim) if dim in (-1, len(shape) - 1):
-                T = self.matrix(x)
-                return self.stage(SoftmaxAt(T.value), {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}", shape)
+                return unary(SoftmaxAt, r"\mathrm{softmax}(", r")\text{ by rows}", "T")
             case ScaledDotProductAttention() if len(others) == 2:
                 return self.attention(a.primitive, x, *others, shape=shape)
             case Mean(dims=dims) | SumOver(dims=dims):
@@ -324,17 +285,16 @@ class _Stages:
         if attention.is_causal:
             mask = causal_mask(max(L, S), 1)[:L, :S]
         mask = None if mask is None else mask.expand(*q.shape[:-2], L, S).reshape(-1, S)
-        Q, K, V = (self.matrix(t) for t in (q, k, v))
-        c = logits_factor(attention, torch.zeros(q.shape, device="meta"))
+        c = logits_factor(attention, q.shape[-1])
         usual = not self.exact and c == q.shape[-1] ** -0.5  # prints as the root
-        each = r"\text{ for each head}" if heads > 1 else ""
-        at = HeadProductAt(Q.value, K.value, heads, "scores", None if usual else self.number(SCALE.name, c))
-        rule, number = rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}", self.count + 1
-        T = self.matrix(self.stage(at, {"P": Q, "R": K}, rule, (heads * L, S), symbol=f"T^{{({number})}}"))
-        softmax = SoftmaxAt(T.value, mask=None if mask is None else mask.cpu().numpy() if self.exact else mask)
-        rule = rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}"
-        A = self.matrix(self.stage(softmax, {"T": T}, rule, (heads * L, S), symbol=f"A^{{({number})}}"))
-        return self.stage(HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}", shape)
+        scale = None if usual else self.number(SCALE.name, c)
+        allowed: Array = mask.cpu().numpy() if self.exact and mask is not None else mask
+
+        def stage(symbol: str, at: Operation, reads: Mapping[str, Stage], rule: str) -> Stage:
+            return self.stage(at, reads, rule, shape_of(at.value), symbol=symbol).stage
+
+        symbols = (f"T^{{({self.count + 1})}}", f"A^{{({self.count + 1})}}", self.symbol)
+        return Entries(weighted_values(stage, symbols, [self.matrix(t) for t in (q, k, v)], heads, scale, allowed), shape)
 
     def stage(
         self,
