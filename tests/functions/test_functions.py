@@ -343,7 +343,7 @@ def test_products(name: str, product: str) -> None:
     if (name, product) == ("layer", "grad of jvp"):
         pytest.skip("torch 2.13 differentiates the jvp of its layer_norm wrongly")
     f, v = layers()[name], draw(2, 5, 4, seed=1)
-    with hk.twice_differentiable_attention():
+    with hk.twice_differentiable():
         found = PRODUCTS[product](summed(f), v)
     agree(found, by_math(f, v))
 
@@ -353,15 +353,15 @@ def test_the_block_ends_where_the_last_one_does() -> None:
     before, opened, done = F.scaled_dot_product_attention, threading.Event(), threading.Event()
 
     def elsewhere() -> None:
-        with hk.twice_differentiable_attention():
+        with hk.twice_differentiable():
             opened.set()
             done.wait()
 
     thread = threading.Thread(target=elsewhere)
-    with hk.twice_differentiable_attention(), hk.twice_differentiable_attention():
+    with hk.twice_differentiable(), hk.twice_differentiable():
         thread.start()
         opened.wait()
-    with pytest.raises(KeyError), hk.twice_differentiable_attention():
+    with pytest.raises(KeyError), hk.twice_differentiable():
         raise KeyError
     assert F.scaled_dot_product_attention is hk.scaled_dot_product_attention
     assert not torch.backends.mha.get_fastpath_enabled()
@@ -384,7 +384,7 @@ def test_a_module_that_opens_the_block_around_a_transform(transform: str) -> Non
     """Its Hessian, by this package's function in torch's double backward, and as the module is traced."""
 
     def program(s: Any, x: Tensor) -> Tensor:
-        with hk.twice_differentiable_attention():
+        with hk.twice_differentiable():
             return WITHIN[transform](lambda x: F.scaled_dot_product_attention(x @ s.Q, x @ s.K, x @ s.V), x)
 
     module, x = Formula(program, Q=(3, 3), K=(3, 3), V=(3, 3)), draw(2, 1, 4, 3)
@@ -404,7 +404,7 @@ def test_a_module_whose_scores_are_not_scaled_by_a_positive_number(scale: float)
 
 def test_derivatives_after_the_block() -> None:
     f, v, x = Attend().double(), draw(2, 5, 4, seed=1), TOKENS.clone().requires_grad_()
-    with hk.twice_differentiable_attention():
+    with hk.twice_differentiable():
         value = summed(f)(x)
     (slope,) = torch.autograd.grad(value, x, create_graph=True)
     agree(torch.autograd.grad(slope, x, v)[0], by_math(f, v))
@@ -436,7 +436,7 @@ def test_inner_loop_of_meta_learning() -> None:
         slopes = torch.autograd.grad(inner(*parameters), parameters, create_graph=True)
         return inner(*(p - 0.1 * g for p, g in zip(parameters, slopes, strict=True)))
 
-    with hk.twice_differentiable_attention():
+    with hk.twice_differentiable():
         found = torch.autograd.grad(after_a_step(*start), start)
     with sdpa_kernel(SDPBackend.MATH):
         right = torch.autograd.grad(after_a_step(*start), start)
@@ -454,7 +454,7 @@ def test_gradient_penalty() -> None:
         return (slope.flatten(1).norm(dim=1) - 1).square().mean()
 
     parameters = [critic.mix.weight, critic.mix.bias, critic.head.weight]
-    with hk.twice_differentiable_attention():
+    with hk.twice_differentiable():
         found = torch.autograd.grad(penalty(), parameters)
     with sdpa_kernel(SDPBackend.MATH):
         right = torch.autograd.grad(penalty(), parameters)
@@ -479,6 +479,6 @@ def test_curvlinops() -> None:
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     operator = hk.hessian_operator(model, batch, ids, loss=next_token, params=list(matrices))
     v, data = draw(operator.shape[1], seed=3), [(ids, ids[:, 1:].flatten())]
-    with hk.twice_differentiable_attention():
+    with hk.twice_differentiable():
         loss, options = nn.CrossEntropyLoss(), {"check_deterministic": False}
         agree(curvlinops.HessianLinearOperator(logits, loss, [*matrices.values()], data, **options) @ v, operator @ v)

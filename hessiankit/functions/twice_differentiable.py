@@ -1,0 +1,194 @@
+"""A context in which programs of torch have second derivatives: attention, norms, and the cross entropy of a linear head.
+
+A :class:`TwiceDifferentiable` is a mode of torch: what the thread calls while it is on passes through it, by whatever name
+the caller has imported the function, and nothing of torch is patched. Modes form a stack, so that it can be nested, and ends
+with its block.
+
+The logits of a head stay tensors as torch makes them. The mode keeps with them what they were made of; a cross entropy that
+reads them is computed from that instead, and nothing of tokens times vocabulary enters the graph of the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from hessiankit.functions.attention import scaled_dot_product_attention
+from hessiankit.functions.heads import Logits
+from hessiankit.primitives.cast import wide
+from hessiankit.primitives.fused_attention import TORCHS
+from hessiankit.primitives.normalization import LayerNorm
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import recording
+from hessiankit.tracing.decompositions import DECOMPOSITIONS, aten
+
+LINEAR_CROSS_ENTROPY: Any = getattr(F, "linear_cross_entropy", None)  # of torch 2.13
+CALLERS: frozenset[Any] = frozenset((
+    F.batch_norm, F.cross_entropy, F.group_norm, F.instance_norm, F.layer_norm, F.multi_head_attention_forward,
+    LINEAR_CROSS_ENTROPY,
+))  # fmt: skip
+"""Functions of torch in Python that call those which are replaced."""
+BACKWARD: frozenset[Any] = frozenset((torch.autograd.grad, Tensor.backward))
+"""Functions of torch that call checkpointed parts of a model again."""
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention by its closed forms; with dropout, or as a module is traced, on whole matrices by torch."""
+    bound = _ATTENTION.bind(*args, **kwargs)
+    if not bound.arguments.get("dropout_p") and not recording():
+        return scaled_dot_product_attention(*args, **kwargs)
+    with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH):
+        return TORCHS(*args, **kwargs)
+
+
+_ATTENTION = inspect.signature(scaled_dot_product_attention)
+
+
+def _layer_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    """Layer norm in operations of torch where its own is wrong: by transforms, and with a bias and no gain."""
+    if not _is_transformed() and (weight is not None or bias is None):
+        return NotImplemented
+    return LayerNorm(len(shape), eps).value(*wide((x, weight, bias))).to(x.dtype)
+
+
+def _is_transformed() -> bool:
+    """Tell whether a transform of torch.func or forward mode is running: by some of them torch's norms are wrong."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def _parts(operation: Any, *, always: bool = False) -> Callable[..., Any]:
+    """Return what calls the parts of an operation where torch is wrong by transforms, or always."""
+    parts = DECOMPOSITIONS[operation]
+    return lambda *args, **kwargs: parts(*args, **kwargs) if always or _is_transformed() else NotImplemented
+
+
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    TORCHS: _attention,
+    torch.layer_norm: _layer_norm,
+    torch.batch_norm: _parts(aten.batch_norm.default),
+    torch.instance_norm: _parts(aten.instance_norm.default),
+    torch.group_norm: _parts(aten.group_norm.default),
+    torch._weight_norm: _parts(aten._weight_norm.default, always=True),
+}
+"""Function of torch -> what is called in its place, and returns NotImplemented where torch's is right."""
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """The context of :func:`twice_differentiable`.
+
+    Attributes:
+        calls: Number of calls that were replaced, by the name of torch's function.
+    """
+
+    def __init__(self, calls: Counter[str] | None = None) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter() if calls is None else calls
+        self.logits = Logits()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, or what replaces it."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func is LINEAR_CROSS_ENTROPY and kwargs.get("options") is not None:
+            self.calls[func.__name__] += 1
+            kwargs = {**kwargs, "options": None}  # in chunks it has no second derivative, and says nothing
+        if func in CALLERS or (func in BACKWARD and not recording()):
+            with self:
+                return _without_check(func)(*args, **kwargs)
+        if recording():  # modules are traced as they are
+            return (_attention if func is TORCHS else func)(*args, **kwargs)
+        with self:
+            value = self._replaced(func, args, kwargs)
+        if value is not NotImplemented:
+            self.calls[func.__name__] += 1
+            return value
+        value = func(*args, **kwargs)
+        if func is F.linear:
+            self.logits.made(value, *args, **kwargs)
+        elif self.logits.known:
+            self.logits.follow(func, args, kwargs, value)
+        return value
+
+    def _replaced(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if function is torch._C._nn.cross_entropy_loss:
+            return self.logits.cross_entropy(*args, **kwargs)
+        return REPLACEMENTS[function](*args, **kwargs) if function in REPLACEMENTS else NotImplemented
+
+    def __repr__(self) -> str:
+        return _listed(self.calls)
+
+
+def _listed(calls: Counter[str]) -> str:
+    counts = ", ".join(f"{name} {count}" for name, count in calls.items())
+    return f"twice_differentiable: calls replaced: {counts or 'none'}"
+
+
+@functools.cache
+def _without_check(function: FunctionType) -> FunctionType:
+    """Return a function of torch that does not look for modes itself, so that one stays on in what it calls."""
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}
+    bare = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    bare.__kwdefaults__ = function.__kwdefaults__
+    return bare
+
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+@overload
+def twice_differentiable() -> TwiceDifferentiable: ...
+@overload
+def twice_differentiable(function: M) -> M: ...
+@checked("twice_differentiable")
+def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
+    """DOC"""
+    if function is None:
+        return TwiceDifferentiable()
+    if not callable(function):
+        raise InputError(
+            f"twice_differentiable: function is a {type(function).__name__}, expected a module or a function; without one, "
+            "`with twice_differentiable():` is a block"
+        )
+    if isinstance(function, nn.Module):
+        module = copy.copy(function)
+        module.__class__ = _within(type(function))
+        module.replaced = Counter()
+        return module
+
+    @functools.wraps(function)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with TwiceDifferentiable():
+            return function(*args, **kwargs)
+
+    return within
+
+
+@functools.cache
+def _within(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of modules that are called within the context, and are otherwise those of ``base``."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with TwiceDifferentiable(self.replaced):
+            return base.__call__(self, *args, **kwargs)
+
+    def text(self: Any) -> str:
+        return f"{base.__repr__(self)}\n{_listed(self.replaced)}"
+
+    names = {"__call__": call, "__repr__": text, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), names)
