@@ -17,6 +17,7 @@ from hessiankit.support.torch_state import recording
 
 NAME = "scaled_dot_product_attention"
 
+
 @opaque
 @checked(NAME)
 def scaled_dot_product_attention(

@@ -6,7 +6,7 @@ A cross entropy of logits, of which some rows may have been moved, cut off or co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hessiankit.functions.cross_entropy import linear_cross_entropy
-from hessiankit.primitives import linear_cross_entropy as head_primitive
+from hessiankit.primitives import linear_cross_entropy as linear_head
 
-RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as".split())
-MOVES = frozenset("__getitem__ transpose permute movedim moveaxis swapaxes swapdims narrow select".split())
-COPIES = frozenset("contiguous clone float double to type type_as".split())
+RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"))
+MOVES = frozenset(("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow", "select"))
+COPIES = frozenset(("contiguous", "clone", "float", "double", "to", "type", "type_as"))
+PRODUCTS = frozenset(("matmul", "__matmul__", "mm"))
 REACHES = frozenset(("register_hook", "retain_grad", "__setitem__"))
-"""Calls by which the gradient of logits, or their entries, are reached otherwise than by what is made of them."""
+"""Calls that write into logits or ask for their gradient, beside those whose names end in an underscore."""
 REDUCTIONS = ("none", "mean", "sum")
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Head:
     """A linear head at its inputs.
 
@@ -32,55 +33,85 @@ class Head:
         hidden: (N, d).
         weight: (C, d).
         bias: (C,) or None.
-        version: Number of writes into each of the tensors and the logits, when they were made.
-        is_reached: Whether somebody has written into the logits or asked for their gradient.
+        versions: Number of writes into each of them before the logits were made.
+        reached: Names of calls that wrote into its logits or asked for their gradient.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    version: tuple[int, ...] = ()
-    is_reached: bool = False
+    versions: tuple[int, ...]
+    reached: list[str] = field(default_factory=list)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the loss may be computed from the head: nobody has written or read what it leaves out."""
+        return not self.reached and self.versions == _versions(self.hidden, self.weight, self.bias)
 
 
 class Logits:
-    """Logits of heads that are alive, by tensor: their head, and the row of its hidden states for each entry.
+    """The logits of large heads that are alive: tensor -> its head, the row of hidden states of each entry, its version.
 
-    Rows are integers in the shape of the logits; along the axis of the classes they are one number in memory.
+    Rows are integers in the shape of the logits, one number in memory along the axis of the classes.
     """
 
     def __init__(self) -> None:
         self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def made(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Note the result of a product with the weight of a head, (C, d), if it is large."""
-        if logits.numel() <= head_primitive.LOGITS or weight.ndim != 2 or len(weight) < 2 or not torch.is_grad_enabled():
-            return
-        narrow = [None if x is None else x.to(logits.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)]
-        rows = torch.arange(len(narrow[0]), device=logits.device).view(*logits.shape[:-1], 1).expand(logits.shape)
-        self.known[logits] = Head(*narrow), rows, logits._version
-
-    def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        """Note what a function has made of logits."""
-        if not args or not isinstance(args[0], Tensor) or args[0] not in self.known:
+    def watch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """Note what a function of torch has returned, if it is logits or made of logits."""
+        if not isinstance(value, Tensor) or not args or not isinstance(args[0], Tensor):
+            if self.known and args and isinstance(args[0], Tensor):
+                self._reach(function, args[0])
             return
         name = function.__name__
-        head, rows, _ = self.known[args[0]]
-        if name in REACHES or (name.endswith("_") and not name.startswith("__")) or function == Tensor.data.__get__:
-            head.is_reached = True
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if name == "linear":
+            self._add(value, *args, **kwargs)
+        elif name in PRODUCTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].ndim == 2:
+            self._add(value, args[0], args[1].mT)
+        elif self.known and args[0] in self.known:
+            self._reach(function, args[0])
+            self._follow(name, function, args, kwargs, value)
+
+    def _reach(self, function: Callable[..., Any], logits: Tensor) -> None:
+        name = function.__name__
+        is_write = name.endswith("_") and not name.startswith("__")
+        if logits in self.known and (name in REACHES or is_write or function == _DATA):
+            self.known[logits][0].reached.append(name)
+
+    def _add(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        if logits.numel() <= linear_head.LOGITS or weight.ndim != 2 or len(weight) < 2 or not torch.is_grad_enabled():
             return
+        x, W = hidden.reshape(-1, hidden.shape[-1]).to(logits.dtype), weight.to(logits.dtype)  # as autocast converts them
+        b = None if bias is None else bias.to(logits.dtype)
+        rows = torch.arange(len(x), device=logits.device).view(*logits.shape[:-1], 1).expand(logits.shape)
+        self.known[logits] = Head(x, W, b, _versions(x, W, b)), rows, logits._version
+
+    def _follow(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor) -> None:
+        head, rows, _ = self.known[args[0]]
+        operand = args[1] if len(args) == 2 and not kwargs else None
         if name in RESHAPES:
             try:
                 rows = _compact(rows).view(value.shape)
-            except RuntimeError:  # rows and classes would share an axis
+            except RuntimeError:  # rows and classes share an axis
                 return
-        elif name in MOVES and name != "__getitem__":
+        elif name == "__getitem__":
+            if not _is_basic(operand):
+                return
+            rows = rows[operand]
+        elif name in MOVES:
             rows = function(rows, *args[1:], **kwargs)
-        elif name == "__getitem__" and _is_basic(args[1]):
-            rows = rows[args[1]]
-        elif name not in COPIES:
+        elif name in ("mul", "div") and isinstance(operand, (int, float)):
+            factor = operand if name == "mul" else 1 / operand
+            head = replace(head, hidden=head.hidden * factor, bias=None if head.bias is None else head.bias * factor)
+        elif name == "add" and isinstance(operand, Tensor) and operand.ndim:
+            if rows.stride(-1) or not operand.numel() == operand.shape[-1] == len(head.weight):
+                return
+            bias = operand.to(value.dtype).reshape(-1)
+            head = replace(head, bias=bias if head.bias is None else head.bias + bias)
+        elif name not in COPIES or not value.is_floating_point():
             return
+        head = replace(head, versions=_versions(head.hidden, head.weight, head.bias))
         self.known[value] = head, rows, value._version
 
     def cross_entropy(
@@ -94,7 +125,9 @@ class Logits:
     ) -> Any:
         """Return the cross entropy of logits by their head; NotImplemented where there is none, or no closed form."""
         head, rows, version = self.known.get(logits, (None, None, 0))
-        if head is None or head.is_reached or weight is not None or target.dtype != torch.int64 or version != logits._version:
+        if head is None or not head.is_current or version != logits._version:
+            return NotImplemented
+        if weight is not None or target.dtype != torch.int64:  # weighted classes, or probabilities
             return NotImplemented
         axis = min(1, logits.ndim - 1)
         if rows.shape[axis] != len(head.weight) or rows.stride(axis):
@@ -108,6 +141,13 @@ class Logits:
         options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": REDUCTIONS[reduction]}
         loss = linear_cross_entropy(hidden, head.weight, target, bias=head.bias, **options)
         return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if x is None else x._version for x in tensors)
 
 
 def _compact(rows: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from hessiankit.functions.attention import scaled_dot_product_attention
 from hessiankit.functions.heads import Logits
+from hessiankit.functions.primitive_function import opaque
 from hessiankit.primitives.cast import wide
 from hessiankit.primitives.fused_attention import TORCHS
 from hessiankit.primitives.normalization import LayerNorm
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import recording
 from hessiankit.tracing.decompositions import DECOMPOSITIONS, aten
 
@@ -40,7 +40,7 @@ CALLERS: frozenset[Any] = frozenset((
     LINEAR_CROSS_ENTROPY,
 ))  # fmt: skip
 """Functions of torch in Python that call those which are replaced."""
-BACKWARD: frozenset[Any] = frozenset((torch.autograd.grad, Tensor.backward))
+BACKWARD: frozenset[Any] = frozenset((torch.autograd.backward, torch.autograd.grad, Tensor.backward))
 """Functions of torch that call checkpointed parts of a model again."""
 
 
@@ -70,19 +70,25 @@ def _is_transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-def _parts(operation: Any, *, always: bool = False) -> Callable[..., Any]:
-    """Return what calls the parts of an operation where torch is wrong by transforms, or always."""
-    parts = DECOMPOSITIONS[operation]
-    return lambda *args, **kwargs: parts(*args, **kwargs) if always or _is_transformed() else NotImplemented
+def _group_norm(x: Tensor, groups: int, weight: Tensor | None = None, *rest: Any) -> Any:
+    """Group norm in its parts where torch's own is wrong: by transforms, and without a gain by batched gradients."""
+    if not _is_transformed() and weight is not None:
+        return NotImplemented
+    return DECOMPOSITIONS[aten.group_norm.default](x, groups, weight, *rest)
+
+
+def _transformed(operation: Any) -> Callable[..., Any]:
+    """Return what calls the parts of an operation where torch's own is wrong by transforms."""
+    return lambda *args: DECOMPOSITIONS[operation](*args) if _is_transformed() else NotImplemented
 
 
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     TORCHS: _attention,
     torch.layer_norm: _layer_norm,
-    torch.batch_norm: _parts(aten.batch_norm.default),
-    torch.instance_norm: _parts(aten.instance_norm.default),
-    torch.group_norm: _parts(aten.group_norm.default),
-    torch._weight_norm: _parts(aten._weight_norm.default, always=True),
+    torch.batch_norm: _transformed(aten.batch_norm.default),
+    torch.instance_norm: _transformed(aten.instance_norm.default),
+    torch.group_norm: _group_norm,
+    torch._weight_norm: DECOMPOSITIONS[aten._weight_norm.default],
 }
 """Function of torch -> what is called in its place, and returns NotImplemented where torch's is right."""
 
@@ -99,11 +105,10 @@ class TwiceDifferentiable(TorchFunctionMode):
         self.calls: Counter[str] = Counter() if calls is None else calls
         self.logits = Logits()
 
+    @opaque
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, or what replaces it."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
         if func is LINEAR_CROSS_ENTROPY and kwargs.get("options") is not None:
             self.calls[func.__name__] += 1
             kwargs = {**kwargs, "options": None}  # in chunks it has no second derivative, and says nothing
@@ -118,10 +123,7 @@ class TwiceDifferentiable(TorchFunctionMode):
             self.calls[func.__name__] += 1
             return value
         value = func(*args, **kwargs)
-        if func is F.linear:
-            self.logits.made(value, *args, **kwargs)
-        elif self.logits.known:
-            self.logits.follow(func, args, kwargs, value)
+        self.logits.watch(func, args, kwargs, value)
         return value
 
     def _replaced(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -157,16 +159,45 @@ def twice_differentiable() -> TwiceDifferentiable: ...
 def twice_differentiable(function: M) -> M: ...
 @checked("twice_differentiable")
 def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
-    """DOC"""
+    r"""Make programs of torch twice differentiable, in every library: a block, a model or a function.
+
+    Within ``with twice_differentiable():`` functions that the thread calls are replaced, where torch's own have no second
+    derivative, a wrong one, or one that takes much memory:
+
+    - ``scaled_dot_product_attention``, also in torch's layers, by :func:`scaled_dot_product_attention`;
+    - ``cross_entropy`` of the logits of a large linear head, also in the losses of transformers, by
+      :func:`linear_cross_entropy`. Between the two, rows of logits may be moved, copied or cut off, and the logits may be
+      scaled and get a bias. The logits themselves are torch's, and have no part in the loss;
+    - ``linear_cross_entropy`` of torch in chunks, whose second derivative is wrong;
+    - ``layer_norm``, ``batch_norm``, ``instance_norm`` and ``group_norm`` in transforms of ``torch.func`` and forward mode,
+      or without a gain, and ``weight_norm``.
+
+    Nothing of torch is patched: the block ends with itself, in its thread, and is empty inside what hessiankit traces, which
+    sees the operations themselves. What ``torch.compile`` has made runs as it was before, since it has no double backward.
+    Attention with dropout keeps its weights. Derivatives may be taken after the block, but for those that recompute a
+    checkpointed call.
+
+    Args:
+        function: A module or a function to be called within such a block; None for the block. Of a module a shallow copy is
+            returned, of its class and with the same parameters.
+
+    Returns:
+        The block, or what was passed, called within it. A block and a module print what they have replaced.
+
+    Raises:
+        InputError: If ``function`` cannot be called.
+
+    >>> layer = torch.nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
+    >>> x = torch.ones(1, 3, 4)
+    >>> with twice_differentiable() as block:
+    ...     value, product = torch.autograd.functional.hvp(lambda x: layer(x).pow(3).sum(), x, x)
+    >>> block
+    twice_differentiable: calls replaced: scaled_dot_product_attention 1
+    """
     if function is None:
         return TwiceDifferentiable()
-    if not callable(function):
-        raise InputError(
-            f"twice_differentiable: function is a {type(function).__name__}, expected a module or a function; without one, "
-            "`with twice_differentiable():` is a block"
-        )
     if isinstance(function, nn.Module):
-        module = copy.copy(function)
+        module: Any = copy.copy(function)
         module.__class__ = _within(type(function))
         module.replaced = Counter()
         return module
@@ -180,7 +211,7 @@ def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
 
 
 @functools.cache
-def _within(base: type[nn.Module]) -> type[nn.Module]:
+def _within(base: Any) -> Any:
     """Return the class of modules that are called within the context, and are otherwise those of ``base``."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
