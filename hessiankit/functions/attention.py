@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -69,17 +67,26 @@ def scaled_dot_product_attention(
     """
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     primitive = ScaledDotProductAttention(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if recording():
-        inner = torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    arguments = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
+    if (stands_for := recording()) is None:
+        return _differentiable(primitive, *arguments)
+    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         # derivatives that the module takes itself are those of torch's kernel, and only one of its kernels has them
-        with sdpa_kernel(SDPBackend.MATH) if inner else nullcontext():
-            return primitive.value(query, key, value, *(() if attn_mask is None else (attn_mask,)))
+        with sdpa_kernel(SDPBackend.MATH):
+            return primitive.value(*arguments)
+    parts = primitive.value(*arguments)
+    with torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():  # with the graph that autograd needs
+        out = _differentiable(primitive, *arguments)
+    stands_for(out, parts)
+    return out
+
+
+def _differentiable(primitive: ScaledDotProductAttention, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     tensors = [query, key, value]
-    if attn_mask is not None:
-        tensors.append(attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(query.dtype))
+    tensors += [x if x.dtype == torch.bool else x.to(query.dtype) for x in mask]
     ndim = max(query.ndim, key.ndim, value.ndim)
     return call(primitive, *(x[(None,) * (ndim - x.ndim)] for x in tensors), stacks=True)
 

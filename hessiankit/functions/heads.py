@@ -60,9 +60,7 @@ class Logits:
 
     def watch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         """Note what a function of torch has returned, if it is logits or made of logits."""
-        if not isinstance(value, Tensor) or not args or not isinstance(args[0], Tensor):
-            if self.known and args and isinstance(args[0], Tensor):
-                self._reach(function, args[0])
+        if not args or not isinstance(args[0], Tensor):
             return
         name = function.__name__
         if name == "linear":
@@ -70,14 +68,10 @@ class Logits:
         elif name in PRODUCTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].ndim == 2:
             self._add(value, args[0], args[1].mT)
         elif self.known and args[0] in self.known:
-            self._reach(function, args[0])
-            self._follow(name, function, args, kwargs, value)
-
-    def _reach(self, function: Callable[..., Any], logits: Tensor) -> None:
-        name = function.__name__
-        is_write = name.endswith("_") and not name.startswith("__")
-        if logits in self.known and (name in REACHES or is_write or function == _DATA):
-            self.known[logits][0].reached.append(name)
+            if name in REACHES or (name.endswith("_") and not name.startswith("__")) or function == _DATA:
+                self.known[args[0]][0].reached.append(name)
+            elif isinstance(value, Tensor):
+                self._follow(name, function, args, kwargs, value)
 
     def _add(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         if logits.numel() <= linear_head.LOGITS or weight.ndim != 2 or len(weight) < 2 or not torch.is_grad_enabled():
@@ -110,6 +104,8 @@ class Logits:
             bias = operand.to(value.dtype).reshape(-1)
             head = replace(head, bias=bias if head.bias is None else head.bias + bias)
         elif name not in COPIES or not value.is_floating_point():
+            return
+        if 0 not in rows.stride():  # the entries of one class
             return
         head = replace(head, versions=_versions(head.hidden, head.weight, head.bias))
         self.known[value] = head, rows, value._version
@@ -159,4 +155,4 @@ def _compact(rows: Tensor) -> Tensor:
 def _is_basic(index: Any) -> bool:
     """Tell whether an index makes a view: of numbers, slices and new axes."""
     parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts)
+    return all(part is None or part is ... or (isinstance(part, (int, slice)) and not isinstance(part, bool)) for part in parts)

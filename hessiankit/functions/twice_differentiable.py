@@ -45,9 +45,8 @@ BACKWARD: frozenset[Any] = frozenset((torch.autograd.backward, torch.autograd.gr
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention by its closed forms; with dropout, or as a module is traced, on whole matrices by torch."""
-    bound = _ATTENTION.bind(*args, **kwargs)
-    if not bound.arguments.get("dropout_p") and not recording():
+    """Attention by its closed forms, with dropout by torch on whole matrices."""
+    if not _ATTENTION.bind(*args, **kwargs).arguments.get("dropout_p"):
         return scaled_dot_product_attention(*args, **kwargs)
     with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH):
         return TORCHS(*args, **kwargs)
