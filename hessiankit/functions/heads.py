@@ -82,12 +82,14 @@ class Logits:
         self.known[logits] = Head(x, W, b, _versions(x, W, b)), rows, logits._version
 
     def _follow(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor) -> None:
-        head, rows, _ = self.known[args[0]]
+        head, rows, version = self.known[args[0]]
+        if version != args[0]._version:
+            return
         operand = args[1] if len(args) == 2 and not kwargs else None
         if name in RESHAPES:
             try:
                 rows = _compact(rows).view(value.shape)
-            except RuntimeError:  # rows and classes share an axis
+            except (RuntimeError, ValueError):  # rows and classes share an axis, or the entries are of one class
                 return
         elif name == "__getitem__":
             if not _is_basic(operand):
@@ -104,8 +106,6 @@ class Logits:
             bias = operand.to(value.dtype).reshape(-1)
             head = replace(head, bias=bias if head.bias is None else head.bias + bias)
         elif name not in COPIES or not value.is_floating_point():
-            return
-        if 0 not in rows.stride():  # the entries of one class
             return
         head = replace(head, versions=_versions(head.hidden, head.weight, head.bias))
         self.known[value] = head, rows, value._version
