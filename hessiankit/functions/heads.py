@@ -74,7 +74,9 @@ class Logits:
                 self._follow(name, function, args, kwargs, value)
 
     def _add(self, logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        if logits.numel() <= linear_head.LOGITS or weight.ndim != 2 or len(weight) < 2 or not torch.is_grad_enabled():
+        if logits.numel() <= linear_head.LOGITS or not torch.is_grad_enabled():
+            return
+        if weight.ndim != 2 or len(weight) < 2 or type(logits) is not Tensor:  # a tensor that several devices share, say
             return
         x, W = hidden.reshape(-1, hidden.shape[-1]).to(logits.dtype), weight.to(logits.dtype)  # as autocast converts them
         b = None if bias is None else bias.to(logits.dtype)

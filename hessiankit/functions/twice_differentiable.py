@@ -197,7 +197,7 @@ def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
         return TwiceDifferentiable()
     if isinstance(function, nn.Module):
         module: Any = copy.copy(function)
-        module.__class__ = _within(type(function))
+        module.__class__ = _within(module.__class__)
         module.replaced = Counter()
         return module
 

@@ -391,6 +391,11 @@ def test_a_module_is_called_within_and_is_otherwise_itself() -> None:
     assert isinstance(model, Attend)
     assert [*model.state_dict()] == [*plain.state_dict()]
     assert all(p is q for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    elsewhere: list[Tensor] = []
+    thread = threading.Thread(target=lambda: elsewhere.append(torch.autograd.functional.vhp(summed(model), TOKENS, v)[1]))
+    thread.start()
+    thread.join()
+    agree(elsewhere[0], by_math(plain, v))
     target = draw(2, 5, 3)
     assert error(hk.hessian(model, TOKENS, target).matrix, hk.hessian(plain, TOKENS, target).matrix) <= 1e-10
     with pytest.raises(RuntimeError, match="flash_attention"):
