@@ -16,8 +16,7 @@ The three are operations of torch's, ``hessiankit::value``, ``push`` and ``pull`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,22 +41,15 @@ _OUT = ", ".join(["Tensor"] * (INPUTS + 1))
 _X, _T = (", ".join(f"Tensor? {letter}{k}" for k in range(INPUTS)) for letter in "xt")
 
 
-@contextmanager
-def _as_kernel() -> Iterator[None]:
-    """Compute as torch's kernels do: no mode that watches the caller's functions sees the operations within."""
-    with torch._C.DisableTorchFunction(), full_precision():
-        yield
-
-
 @torch.library.custom_op("hessiankit::value", mutates_args=(), schema=f"(str name, {_X}) -> Tensor")
 def _value(name: str, *x: Given) -> Tensor:
-    with _as_kernel():
+    with full_precision():
         return _PRIMITIVES[name].value(*_present(x))  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("hessiankit::push", mutates_args=(), schema=f"(str name, {_X}, {_T}) -> Tensor")
 def _push(name: str, *tensors: Given) -> Tensor:
-    with _as_kernel():
+    with full_precision():
         x, t = _halves(wide(tensors))
         out = _PRIMITIVES[name].jvp(_present(x), [None if v is None else v.unsqueeze(0) for v in t[: len(_present(x))]])
         return out[0].to(_like(name, *tensors).dtype)  # type: ignore[no-any-return]
@@ -69,7 +61,7 @@ def _push(name: str, *tensors: Given) -> Tensor:
     schema=f"(str name, bool[] needs, bool with_push, {_X}, {_T}, Tensor? W, Tensor? b) -> ({_OUT})",
 )
 def _pull(name: str, needs: Sequence[bool], with_push: bool, *tensors: Given) -> tuple[Tensor, ...]:
-    with _as_kernel(), torch.no_grad():
+    with full_precision(), torch.no_grad():
         (*rest, W, b) = wide(tensors)
         x, t = _halves(rest)
         present = _present(x)
