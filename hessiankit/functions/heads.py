@@ -20,7 +20,7 @@ RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "uns
 MOVES = frozenset(("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow", "select"))
 COPIES = frozenset(("contiguous", "clone", "float", "double", "to", "type", "type_as"))
 PRODUCTS = frozenset(("matmul", "__matmul__", "mm"))
-REACHES = frozenset(("register_hook", "retain_grad", "__setitem__"))
+INTERVENTIONS = frozenset(("register_hook", "retain_grad", "__setitem__"))
 """Calls that write into logits or ask for their gradient, beside those whose names end in an underscore."""
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -34,19 +34,19 @@ class Head:
         weight: (C, d).
         bias: (C,) or None.
         versions: Number of writes into each of them before the logits were made.
-        reached: Names of calls that wrote into its logits or asked for their gradient.
+        interventions: Names of calls that wrote into its logits or asked for their gradient.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     versions: tuple[int, ...]
-    reached: list[str] = field(default_factory=list)
+    interventions: list[str] = field(default_factory=list)
 
     @property
     def is_current(self) -> bool:
         """Whether the loss may be computed from the head: nobody has written or read what it leaves out."""
-        return not self.reached and self.versions == _versions(self.hidden, self.weight, self.bias)
+        return not self.interventions and self.versions == _versions(self.hidden, self.weight, self.bias)
 
 
 class Logits:
@@ -56,7 +56,7 @@ class Logits:
     """
 
     def __init__(self) -> None:
-        self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def watch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         """Note what a function of torch has returned, if it is logits or made of logits."""
@@ -67,9 +67,9 @@ class Logits:
             self._add(value, *args, **kwargs)
         elif name in PRODUCTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].ndim == 2:
             self._add(value, args[0], args[1].mT)
-        elif self.known and args[0] in self.known:
-            if name in REACHES or (name.endswith("_") and not name.startswith("__")) or function == _DATA:
-                self.known[args[0]][0].reached.append(name)
+        elif self.records and args[0] in self.records:
+            if name in INTERVENTIONS or (name.endswith("_") and not name.startswith("__")) or function == _DATA:
+                self.records[args[0]][0].interventions.append(name)
             elif isinstance(value, Tensor):
                 self._follow(name, function, args, kwargs, value)
 
@@ -81,10 +81,10 @@ class Logits:
         x, W = hidden.reshape(-1, hidden.shape[-1]).to(logits.dtype), weight.to(logits.dtype)  # as autocast converts them
         b = None if bias is None else bias.to(logits.dtype)
         rows = torch.arange(len(x), device=logits.device).view(*logits.shape[:-1], 1).expand(logits.shape)
-        self.known[logits] = Head(x, W, b, _versions(x, W, b)), rows, logits._version
+        self.records[logits] = Head(x, W, b, _versions(x, W, b)), rows, logits._version
 
     def _follow(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor) -> None:
-        head, rows, version = self.known[args[0]]
+        head, rows, version = self.records[args[0]]
         if version != args[0]._version:
             return
         operand = args[1] if len(args) == 2 and not kwargs else None
@@ -110,7 +110,7 @@ class Logits:
         elif name not in COPIES or not value.is_floating_point():
             return
         head = replace(head, versions=_versions(head.hidden, head.weight, head.bias))
-        self.known[value] = head, rows, value._version
+        self.records[value] = head, rows, value._version
 
     def cross_entropy(
         self,
@@ -122,7 +122,7 @@ class Logits:
         label_smoothing: float = 0.0,
     ) -> Any:
         """Return the cross entropy of logits by their head; NotImplemented where there is none, or no closed form."""
-        head, rows, version = self.known.get(logits, (None, None, 0))
+        head, rows, version = self.records.get(logits, (None, None, 0))
         if head is None or not head.is_current or version != logits._version:
             return NotImplemented
         if weight is not None or target.dtype != torch.int64:  # weighted classes, or probabilities
@@ -130,8 +130,8 @@ class Logits:
         axis = min(1, logits.ndim - 1)
         if rows.shape[axis] != len(head.weight) or rows.stride(axis):
             return NotImplemented
-        computed = torch.promote_types(head.hidden.dtype, torch.float32)
-        if torch.promote_types(logits.dtype, computed) != computed:  # copied into a wider type
+        loss_dtype = torch.promote_types(head.hidden.dtype, torch.float32)
+        if torch.promote_types(logits.dtype, loss_dtype) != loss_dtype:  # copied into a wider type
             return NotImplemented
         row = rows.select(axis, 0)
         hidden = head.hidden[row] if row.numel() < len(head.hidden) or not row.is_contiguous() else head.hidden

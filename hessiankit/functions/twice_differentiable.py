@@ -76,7 +76,7 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor | None = None, *rest: Any
     return DECOMPOSITIONS[aten.group_norm.default](x, groups, weight, *rest)
 
 
-def _transformed(operation: Any) -> Callable[..., Any]:
+def _parts_in_transforms(operation: Any) -> Callable[..., Any]:
     """Return what calls the parts of an operation where torch's own is wrong by transforms."""
     return lambda *args: DECOMPOSITIONS[operation](*args) if _is_transformed() else NotImplemented
 
@@ -84,8 +84,8 @@ def _transformed(operation: Any) -> Callable[..., Any]:
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     TORCHS: _attention,
     torch.layer_norm: _layer_norm,
-    torch.batch_norm: _transformed(aten.batch_norm.default),
-    torch.instance_norm: _transformed(aten.instance_norm.default),
+    torch.batch_norm: _parts_in_transforms(aten.batch_norm.default),
+    torch.instance_norm: _parts_in_transforms(aten.instance_norm.default),
     torch.group_norm: _group_norm,
     torch._weight_norm: DECOMPOSITIONS[aten._weight_norm.default],
 }
@@ -117,7 +117,7 @@ class TwiceDifferentiable(TorchFunctionMode):
         if recording():  # modules are traced as they are
             return (_attention if func is TORCHS else func)(*args, **kwargs)
         with self:
-            value = self._replaced(func, args, kwargs)
+            value = self._substitute(func, args, kwargs)
         if value is not NotImplemented:
             self.calls[func.__name__] += 1
             return value
@@ -125,16 +125,16 @@ class TwiceDifferentiable(TorchFunctionMode):
         self.logits.watch(func, args, kwargs, value)
         return value
 
-    def _replaced(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _substitute(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function is torch._C._nn.cross_entropy_loss:
             return self.logits.cross_entropy(*args, **kwargs)
         return REPLACEMENTS[function](*args, **kwargs) if function in REPLACEMENTS else NotImplemented
 
     def __repr__(self) -> str:
-        return _listed(self.calls)
+        return _text(self.calls)
 
 
-def _listed(calls: Counter[str]) -> str:
+def _text(calls: Counter[str]) -> str:
     counts = ", ".join(f"{name} {count}" for name, count in calls.items())
     return f"twice_differentiable: calls replaced: {counts or 'none'}"
 
@@ -144,9 +144,9 @@ def _without_check(function: FunctionType) -> FunctionType:
     """Return a function of torch that does not look for modes itself, so that one stays on in what it calls."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    bare = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    bare.__kwdefaults__ = function.__kwdefaults__
-    return bare
+    unchecked = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    unchecked.__kwdefaults__ = function.__kwdefaults__
+    return unchecked
 
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -197,8 +197,8 @@ def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
         return TwiceDifferentiable()
     if isinstance(function, nn.Module):
         module: Any = copy.copy(function)
-        module.__class__ = _within(module.__class__)
-        module.replaced = Counter()
+        module.__class__ = _class_within(module.__class__)
+        module.replaced_calls = Counter()
         return module
 
     @functools.wraps(function)
@@ -210,15 +210,15 @@ def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
 
 
 @functools.cache
-def _within(base: Any) -> Any:
+def _class_within(base: Any) -> Any:
     """Return the class of modules that are called within the context, and are otherwise those of ``base``."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with TwiceDifferentiable(self.replaced):
+        with TwiceDifferentiable(self.replaced_calls):
             return base.__call__(self, *args, **kwargs)
 
     def text(self: Any) -> str:
-        return f"{base.__repr__(self)}\n{_listed(self.replaced)}"
+        return f"{base.__repr__(self)}\n{_text(self.replaced_calls)}"
 
     names = {"__call__": call, "__repr__": text, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (base,), names)
