@@ -124,11 +124,19 @@ def _read(h: Tensor, W: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, C), FLAT)
 
 
+def _output(h: Tensor, W: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(h, W, b)
+    with torch.no_grad():
+        torch.mul(BIAS, 2, out=logits[0, 0])
+    return F.cross_entropy(logits.view(-1, C), FLAT)
+
+
 APART: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "written in place": _written,
     "assigned": _assigned,
     "hooked": _hooked,
     "its data written": _read,
+    "the output of another call": _output,
     "weighted classes": lambda h, W, b: F.cross_entropy(F.linear(h, W, b).view(-1, C), FLAT, weight=BIAS.abs()),
     "probabilities": lambda h, W, b: F.cross_entropy(F.linear(h, W, b).view(-1, C), draw(8, C).softmax(1)),
     "capped": lambda h, W, b: F.cross_entropy(F.linear(h, W, b).view(-1, C).tanh(), FLAT),
