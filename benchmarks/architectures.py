@@ -240,12 +240,13 @@ def configuration(kind: str, **options: Any) -> Any:
     return cls(**given)
 
 
-def build(name: str, attention: str = "eager") -> Instance:
+def build(name: str, attention: str = "eager", **options: Any) -> Instance:
     """Return an instance of "causal/llama" and the like.
 
     Args:
         name: One of :func:`names`.
         attention: "eager" or "sdpa".
+        options: Further entries of its configuration.
     """
     import transformers
 
@@ -253,7 +254,7 @@ def build(name: str, attention: str = "eager") -> Instance:
     labelled = {"num_labels": 3} if task == "images" else {}
     with quiet(), torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, names()[name])(configuration(kind, attn_implementation=attention, **labelled))
+        model = getattr(transformers, names()[name])(configuration(kind, attn_implementation=attention, **labelled, **options))
     generic(model)
     for p in model.parameters():
         p.data = p.data.to(torch.bfloat16).double()

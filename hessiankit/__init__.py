@@ -22,8 +22,9 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.curvature.hessian_function import hessian_function
     from hessiankit.curvature.jacobian import JacobianOperator, jacobian_operator
     from hessiankit.curvature.operator import HessianOperator, hessian_operator
-    from hessiankit.functions.attention import scaled_dot_product_attention, twice_differentiable_attention
+    from hessiankit.functions.attention import scaled_dot_product_attention
     from hessiankit.functions.cross_entropy import linear_cross_entropy
+    from hessiankit.functions.twice_differentiable import twice_differentiable
     from hessiankit.landscape import loss_slices
     from hessiankit.request.function import from_function
     from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError
@@ -58,8 +59,9 @@ _NAMES = {
     "training.sharpness": "sharpness",
     "theory.formulas.derive": "derive",
     "theory.identities": "identical",
-    "functions.attention": "scaled_dot_product_attention twice_differentiable_attention",
+    "functions.attention": "scaled_dot_product_attention",
     "functions.cross_entropy": "linear_cross_entropy",
+    "functions.twice_differentiable": "twice_differentiable",
     "landscape": "loss_slices",
     "training.optim": "blockwise_lr blockwise_schedule",
     "training.partition": "block_types named_slices",
@@ -91,7 +93,7 @@ __all__ = [
     "depth_diagnostics", "derive", "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function",
     "hessian_operator", "identical", "jacobian_operator", "linear_cross_entropy", "loss_slices", "named_slices",
     "replace_norms", "scalar_estimates", "scaled_dot_product_attention", "sharpness", "spectrum", "trace_module",
-    "twice_differentiable_attention",
+    "twice_differentiable",
 ]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:

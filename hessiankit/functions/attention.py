@@ -1,28 +1,19 @@
-"""``scaled_dot_product_attention`` with all derivatives, and a context that replaces torch's own by it."""
+"""``scaled_dot_product_attention`` with all derivatives."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.functions.primitive_function import call, opaque
-from hessiankit.primitives.fused_attention import TORCHS, ScaledDotProductAttention
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import recording
 
 NAME = "scaled_dot_product_attention"
-
-_LOCK = threading.Lock()
-_OPEN: list[bool] = []
-"""Setting of the fused inference path of torch's layers before each open block."""
 
 
 @opaque
@@ -76,52 +67,28 @@ def scaled_dot_product_attention(
     """
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     primitive = ScaledDotProductAttention(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if recording():
-        inner = torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    arguments = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
+    if (stands_for := recording()) is None:
+        return _differentiable(primitive, *arguments)
+    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         # derivatives that the module takes itself are those of torch's kernel, and only one of its kernels has them
-        with sdpa_kernel(SDPBackend.MATH) if inner else nullcontext():
-            return primitive.value(query, key, value, *(() if attn_mask is None else (attn_mask,)))
+        with sdpa_kernel(SDPBackend.MATH):
+            return primitive.value(*arguments)
+    parts = primitive.value(*arguments)
+    with torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():  # with the graph that autograd needs
+        out = _differentiable(primitive, *arguments)
+    stands_for(out, parts)
+    return out
+
+
+def _differentiable(primitive: ScaledDotProductAttention, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     tensors = [query, key, value]
-    if attn_mask is not None:
-        tensors.append(attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(query.dtype))
+    tensors += [x if x.dtype == torch.bool else x.to(query.dtype) for x in mask]
     ndim = max(query.ndim, key.ndim, value.ndim)
     return call(primitive, *(x[(None,) * (ndim - x.ndim)] for x in tensors), stacks=True)
-
-
-@contextmanager
-def twice_differentiable_attention() -> Iterator[None]:
-    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by this package's for the time of a block.
-
-    Models that call torch's function, such as those of transformers ("sdpa"), timm and torch's own layers, then have double
-    backward and ``jvp`` in every library, unchanged. Torch's layers also leave out their fused inference path. The function is
-    replaced where it is looked up, in ``torch.nn.functional``, for all threads, until the last block that any of them opened
-    is closed. Derivatives may be taken after the block, but for those that recompute a checkpointed call.
-
-    >>> layer = torch.nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
-    >>> x = torch.ones(1, 3, 4)
-    >>> with twice_differentiable_attention():
-    ...     value, product = torch.autograd.functional.hvp(lambda x: layer(x).pow(3).sum(), x, x)
-    >>> product.shape
-    torch.Size([1, 3, 4])
-    """
-    with _LOCK:
-        if not _OPEN:
-            F.scaled_dot_product_attention = scaled_dot_product_attention
-            _OPEN.append(torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)
-        else:
-            _OPEN.append(_OPEN[0])
-    try:
-        yield
-    finally:
-        with _LOCK:
-            fast_path = _OPEN.pop()
-            if not _OPEN:
-                F.scaled_dot_product_attention = TORCHS
-                torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 def _check(

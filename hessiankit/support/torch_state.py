@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -256,12 +256,16 @@ def computed_later(function: Callable[P, R]) -> Callable[P, R]:
     return later
 
 
-RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
+StandsFor: TypeAlias = Callable[[Tensor, Tensor], None]
+RECORDING: ContextVar[StandsFor | None] = ContextVar("RECORDING", default=None)
 
 
-def recording() -> bool:
-    """Tell whether torch's operations are being recorded; the package's own versions of some then call torch's."""
-    return not torch.compiler.is_compiling() and RECORDING.get()
+def recording() -> StandsFor | None:
+    """Return what notes that a tensor has the entries of a recorded one; None where torch's operations are not recorded.
+
+    Where they are, the package's own versions of some call torch's.
+    """
+    return None if torch.compiler.is_compiling() else RECORDING.get()
 
 
 @contextmanager

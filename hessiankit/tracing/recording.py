@@ -139,7 +139,7 @@ def record(
         builder.placeholder(leaf)
     recorder = _Recorder(builder, decompositions)
     # a Hessian taken within the function is plain torch: kernels write where the recorder does not look
-    token = RECORDING.set(True)
+    token = RECORDING.set(builder.stands_for)
     try:
         with plain(), enable_python_dispatcher(), _FunctionMode(recorder), recorder:
             result = function()

@@ -165,7 +165,9 @@ CALLS = {
         ("linear_cross_entropy",),
         {"hidden": ("NaN",), "weight": ("NaN",)},
     ),
-    "twice_differentiable_attention": Call(hk.twice_differentiable_attention, dict, ("twice_differentiable_attention",)),
+    "twice_differentiable": Call(
+        hk.twice_differentiable, lambda: {"function": block()}, ("twice_differentiable",), {"function": ("NaN weight",)}
+    ),
     "check": Call(
         hk.check, on_block("block_or_module", against=TWO, directions=1, formulas=False, params=("attention.W_Q",)), ("check",)
     ),

@@ -71,6 +71,29 @@ def _cross_entropy(
     return plain.sum() / count if reduction == 1 else _reduced(plain, reduction)
 
 
+def _linear_cross_entropy_summed(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, classes: Tensor | None, reduction: str, ignored: int, *_: Any
+) -> tuple[Tensor, ...]:
+    """The logits and their loss; the gradients that the operation also returns, for its own backward, are read by no one."""
+    loss = F.cross_entropy(F.linear(x, weight, bias), target, classes, ignore_index=ignored, reduction=reduction)
+    return loss, *(x.new_empty(0) for _ in range(3))
+
+
+def _linear_cross_entropy_of_rows(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, classes: Tensor | None, ignored: int, *_: Any
+) -> Tensor:
+    return _linear_cross_entropy_summed(x, weight, target, bias, classes, "none", ignored)[0]
+
+
+try:
+    from torch.nn.modules import linear_cross_entropy as chunks
+except ImportError:  # torch 2.12 has no cross entropy of a head in chunks
+    pass
+else:
+    decomposes(chunks._linear_cross_entropy_batch_chunked._opoverload)(_linear_cross_entropy_summed)
+    decomposes(chunks._linear_cross_entropy_batch_chunked_no_reduction._opoverload)(_linear_cross_entropy_of_rows)
+
+
 @decomposes(aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
 def _negative_log_likelihood(
     log_p: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100

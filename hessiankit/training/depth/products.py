@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hessiankit.functions.attention import twice_differentiable_attention
+from hessiankit.functions.twice_differentiable import twice_differentiable
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.lanczos import Product, RitzValue, lanczos
 from hessiankit.training.depth.blocks import WHO
@@ -29,7 +29,7 @@ def double_backward() -> Iterator[None]:
     """Give attention a second derivative: in memory linear in the length where a model looks torch's function up, else by its
     math path.
     """
-    with twice_differentiable_attention(), sdpa_kernel(SDPBackend.MATH):
+    with twice_differentiable(), sdpa_kernel(SDPBackend.MATH):
         yield
 
 
