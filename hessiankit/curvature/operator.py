@@ -21,6 +21,7 @@ from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator, diagonal_operator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
+from hessiankit.curvature.tape import Taped
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
@@ -114,8 +115,9 @@ class HessianOperator(SymmetricOperator):
         self.fallbacks = tuple(dict.fromkeys(name for b in linearised for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in linearised))
         self._total, self._block = total, partial(_product, linearised, self._weights, total, progress)
-        quiet = total is weighted_sum and progress is silent  # a graph tells nothing, nor speaks to other ranks
-        self._replayed = Replayed(self._block) if quiet and batch.device.type == "cuda" and not self.fallbacks else None
+        quiet = total is weighted_sum and progress is silent  # a replay tells nothing, nor speaks to other ranks
+        replay = {"cuda": Replayed, "cpu": Taped}.get(batch.device.type) if quiet and not self.fallbacks else None
+        self._replayed = None if replay is None else replay(self._block)
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
