@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ class Linearisation:
         names = {at: name for name, at in self._ids.items()}
         adjoints: Bars = {self._output: self._seed}
         sums: dict[int, CovectorSum] = {}
-        tested: set[type] = set()
+        tested = self._smallest(trace.applications, values) if self._is_large else ()
         spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of gradients that have been compared
         for segment in reversed(self._segments):
             products = () if segment is self._segments[-1] else segment.products(names)
@@ -205,8 +205,8 @@ class Linearisation:
                         run.append(step)
                         if not step.primitive.primitive.is_entrywise:  # here a run of entrywise ones begins
                             _fuse(run, steps, live_values)
-                    if self._is_large and type(step.primitive) not in tested and self._test(step, a):
-                        tested.add(type(step.primitive))
+                    if a.output in tested:
+                        self._asymmetries.append((a, asymmetry(step)))
                 values.pop(a.output, None)
                 for at in {at for at in a.inputs if at in names and self._first[at] == a.output}:
                     gradient = sums.pop(at).close()
@@ -216,15 +216,17 @@ class Linearisation:
             self._steps_of.insert(0, None if self._recompute else steps[::-1])
             self._checkpoints.insert(0, (entry_values, exit_adjoints))
 
-    def _test(self, step: Step, a: Application) -> bool:
-        """Test the derivatives of one operation, unless it is large itself; return whether they are tested."""
-        if sum(x.numel() for x in step.primitive.inputs if x is not None) > LARGE:
-            return False
-        self._asymmetries.append((a, asymmetry(step)))
-        return True
+    def _smallest(self, applications: Iterable[Application], values: Mapping[int, Tensor]) -> set[int]:
+        """Return the output of the smallest operation of each kind, unless it is large itself: its derivatives are tested."""
+        sizes: dict[Any, tuple[int, int]] = {}
+        for a in applications:
+            kind = type(a.primitive), tuple(at in self._moving_values for at in a.inputs)
+            entries = sum(x.numel() for x in gather(a, values, self._constants) if x is not None)
+            sizes[kind] = min((entries, a.output), sizes.get(kind, (LARGE, -1)))
+        return {output for _, output in sizes.values()}
 
     def _read_tests(self) -> None:
-        """Read what :meth:`_test` found, of all operations together: a device is waited for once.
+        """Read the asymmetries of all operations that are tested, together: a device is waited for once.
 
         Raises:
             TraceError: The derivatives of one are not each other's transposes.
