@@ -131,9 +131,7 @@ class Evaluation:
             self._check_unchanged()
             batches = self._only(i, j)
             part, slices = self._matrix(batches, None, outer=False), batches[0].slices
-            for a in slices:
-                for b in slices:
-                    self._blocks[a, b] = part[slices[a], slices[b]]
+            self._blocks |= {(a, b): part[slices[a], slices[b]] for a in slices for b in slices}
         return self._blocks[i, j]
 
     @computed_later

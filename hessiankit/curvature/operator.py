@@ -21,7 +21,6 @@ from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator, diagonal_operator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
-from hessiankit.curvature.tape import Taped
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
@@ -34,6 +33,7 @@ from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_count, check_name
 from hessiankit.support.progress import silent
+from hessiankit.support.tape import Taped
 from hessiankit.support.torch_state import LARGE, computed_later, full_precision, hand_back_memory, one_at_a_time, wide
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 WHO = "hessian_operator"
 Total: TypeAlias = Callable[[Iterable[Tensor], Sequence[float]], Tensor]
 Progress: TypeAlias = Callable[[int, int], None]
+REPLAYS: dict[str, type[Replayed | Taped]] = {"cuda": Replayed, "cpu": Taped}
 MOST = 1000  # products that take as long as the diagonal of an approximation may
 
 
@@ -102,8 +103,7 @@ class HessianOperator(SymmetricOperator):
     ) -> None:
         batch = batches[0]
         super().__init__((batch.size, batch.size), batch.dtype, batch.device)
-        self.names, self.slices, self.kind = tuple(batch.parameters), batch.slices, kind
-        self.shapes = batch.shapes
+        self.names, self.slices, self.shapes, self.kind = tuple(batch.parameters), batch.slices, batch.shapes, kind
         self._linearised, self._weights, self.handshake = (
             linearised,
             [batch.share for batch in batches],
@@ -116,8 +116,8 @@ class HessianOperator(SymmetricOperator):
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in linearised))
         self._total, self._block = total, partial(_product, linearised, self._weights, total, progress)
         quiet = total is weighted_sum and progress is silent  # a replay tells nothing, nor speaks to other ranks
-        replay = {"cuda": Replayed, "cpu": Taped}.get(batch.device.type) if quiet and not self.fallbacks else None
-        self._replayed = None if replay is None else replay(self._block)
+        is_replayed = quiet and not self.fallbacks and batch.device.type in REPLAYS
+        self._replayed = REPLAYS[batch.device.type](self._block) if is_replayed else None
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None

@@ -64,10 +64,8 @@ def product_cost(trace: Trace, size: int, itemsize: int) -> ProductCost:
     count = max(1, min(size, vectors_together(bytes_per_vector, len(trace.applications), numbers)))
     calls = len(trace.applications) * (SETUP + 3 * math.ceil(size / count))  # tangents, curvature, covectors
     calls += 2 * size * sum(a.primitive.calls - 1 for a in trace.applications)
-    multiplications = passes = 0.0  # of one product: six times those of a call
-    for a in trace.applications:
-        passes += 6.0 * trace.values[a.output].numel()
-        multiplications += 6.0 * a.primitive.multiplications(trace.gather(a), trace.values[a.output])  # type: ignore[arg-type]
+    terms = (a.primitive.multiplications(trace.gather(a), trace.values[a.output]) for a in trace.applications)  # type: ignore[arg-type]
+    multiplications, passes = 6.0 * sum(terms), 6.0 * numbers  # of one product: six times those of a call
     return ProductCost(calls, size * multiplications, size * (passes + COPIES * size), bytes_per_vector * count)
 
 

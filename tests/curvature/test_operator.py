@@ -25,10 +25,10 @@ from hessiankit.curvature import cuda_graph
 from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.curvature.solving import solve
-from hessiankit.curvature.tape import Taped
 from hessiankit.primitives.linearised_norms import LinearisedNorm
 from hessiankit.support import memory
 from hessiankit.support.errors import InputError, OutOfMemoryError, TraceError
+from hessiankit.support.tape import Taped
 
 
 def test_blocks_of_vectors_equal_single_ones_in_blocks_of_any_size() -> None:
