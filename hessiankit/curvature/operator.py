@@ -380,7 +380,8 @@ def hessian_operator(
     The module is traced and linearised here, once for each batch, at its parameters; later training does not move the operator
     (``snapshot``). This costs about two gradients and a half, a product about two. Memory: what the derivatives need of the
     module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time, chosen
-    to stay below that; a CPU takes fewer together, as its caches hold), never P x P. The first two products are tested: they are
+    to stay below that; a CPU takes fewer together, as its caches hold), never P x P. On a CPU the ninth product of one number of
+    vectors is recorded, and later ones repeat its operations in up to 32 MiB. The first two products are tested: they are
     finite, and <u, H v> = <v, H u>. From 4 million parameters on nothing of their size is kept for that, nor for later training:
     only vectors that are multiplied together are tested, beside one operation of each kind here.
 
