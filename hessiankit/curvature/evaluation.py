@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ class Evaluation:
         self._nearby = self._generic_losses() if self.handshake else None
 
     def _generic_losses(self) -> list[float]:
-        points = [nearby(self.batches[0], size) for size in NEARBY]
-        at_points = ((_value_at(batch, point) for point in points) for batch in self.batches)
+        point = cache(partial(nearby, self.batches[0]))
+        at_points = ((_value_at(batch, point(size)) for size in NEARBY) for batch in self.batches)
         return [next(filter(math.isfinite, values), math.nan) for values in at_points]
 
     def _check_unchanged(self) -> None:
@@ -131,9 +131,7 @@ class Evaluation:
             self._check_unchanged()
             batches = self._only(i, j)
             part, slices = self._matrix(batches, None, outer=False), batches[0].slices
-            for a in slices:
-                for b in slices:
-                    self._blocks[a, b] = part[slices[a], slices[b]]
+            self._blocks |= {(a, b): part[slices[a], slices[b]] for a in slices for b in slices}
         return self._blocks[i, j]
 
     @computed_later

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hessiankit.engine.cost import CALL, MATMUL, SweepCost
-from hessiankit.engine.linearisation import CACHED, Linearisation
+from hessiankit.engine.linearisation import Linearisation, vectors_together
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.tracing.trace import Trace
 
@@ -59,14 +59,13 @@ class ProductCost:
 
 def product_cost(trace: Trace, size: int, itemsize: int) -> ProductCost:
     """Return the cost of ``size`` products with the Hessian of a trace."""
-    bytes_per_vector = itemsize * (3 * sum(trace.values[a.output].numel() for a in trace.applications) + 2 * size)
-    count = max(1, min(size, CACHED // bytes_per_vector))
+    numbers = sum(trace.values[a.output].numel() for a in trace.applications)
+    bytes_per_vector = itemsize * (3 * numbers + 2 * size)
+    count = max(1, min(size, vectors_together(bytes_per_vector, len(trace.applications), numbers)))
     calls = len(trace.applications) * (SETUP + 3 * math.ceil(size / count))  # tangents, curvature, covectors
     calls += 2 * size * sum(a.primitive.calls - 1 for a in trace.applications)
-    multiplications = passes = 0.0  # of one product: six times those of a call
-    for a in trace.applications:
-        passes += 6.0 * trace.values[a.output].numel()
-        multiplications += 6.0 * a.primitive.multiplications(trace.gather(a), trace.values[a.output])  # type: ignore[arg-type]
+    terms = (a.primitive.multiplications(trace.gather(a), trace.values[a.output]) for a in trace.applications)  # type: ignore[arg-type]
+    multiplications, passes = 6.0 * sum(terms), 6.0 * numbers  # of one product: six times those of a call
     return ProductCost(calls, size * multiplications, size * (passes + COPIES * size), bytes_per_vector * count)
 
 
@@ -78,9 +77,8 @@ def products_are_cheaper(cost: SweepCost, trace: Trace, size: int, itemsize: int
 def add_products(linearised: Linearisation, scale: float, matrix: SymmetricStorage) -> None:
     """Add the Hessian of a linearised loss, times a factor, to a symmetric matrix or to a panel of it."""
     size = max((rows.stop for rows in matrix.slices.values()), default=0)
-    step = max(1, CACHED // linearised.bytes_per_vector)
-    for start in range(matrix.top.start, matrix.top.stop, step):
-        stop = min(start + step, matrix.top.stop)
+    for start in range(matrix.top.start, matrix.top.stop, linearised.vectors_together):
+        stop = min(start + linearised.vectors_together, matrix.top.stop)
         units = torch.zeros(stop - start, size, dtype=matrix.data.dtype, device=matrix.data.device)
         units.diagonal(start).fill_(1.0)
         rows = slice(start - matrix.top.start, stop - matrix.top.start)

@@ -11,7 +11,7 @@ from hessiankit.primitives.linear import Add, MatMul, Reshape
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
 
-def fuse_steps(trace: Trace, outputs: Container[int] = ()) -> None:
+def fuse_steps(trace: Trace, outputs: Container[int | None] = ()) -> None:
     """Fuse steps, in place, that a product with an operator would run one by one.
 
     Args:
@@ -23,7 +23,7 @@ def fuse_steps(trace: Trace, outputs: Container[int] = ()) -> None:
     trace.applications[:] = ancestors_of_output(trace)
 
 
-def fuse_reshapes(trace: Trace, outputs: Container[int]) -> None:
+def fuse_reshapes(trace: Trace, outputs: Container[int | None]) -> None:
     """Let readers of a reshaped value read the value before all reshapes if the shapes are equal, else one reshape of it.
 
     Joined to nothing but empty tensors, as the keys of a first token are, a value is itself too.
@@ -59,7 +59,7 @@ def _source(trace: Trace, a: Application, inputs: tuple[int | None, ...]) -> int
     return None
 
 
-def fuse_biases(trace: Trace, outputs: Container[int]) -> None:
+def fuse_biases(trace: Trace, outputs: Container[int | None]) -> None:
     """Let a product with one matrix for all rows add the vector that is added to all rows of it, where nothing else reads it."""
     reads = Counter(at for a in ancestors_of_output(trace) for at in a.inputs)
     products = {a.output: a for a in trace.applications if isinstance(a.primitive, MatMul)}

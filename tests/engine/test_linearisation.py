@@ -12,7 +12,6 @@ from operator_cases import EXACT, T, X, block, error, tokens
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.engine import linearisation
 from hessiankit.request.loss_trace import loss_trace
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.trace import ancestors_of_output
@@ -37,7 +36,7 @@ def test_a_block_in_parts_equals_the_block(name: str, monkeypatch: pytest.Monkey
     expected = torch.stack([operator @ v for v in V.T], 1)
     (batch,) = operator._linearised
     for vectors in (1, 2):
-        monkeypatch.setattr(linearisation, "CACHED", vectors * batch.bytes_per_vector)
+        monkeypatch.setattr(batch, "vectors_together", vectors)
         found = operator @ V
         assert error(found, expected) <= EXACT
     weights = torch.ones(5, dtype=V.dtype, requires_grad=True)
