@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,8 +126,7 @@ class FactoredBatch(JacobianOperator):
     treated ``together``: one covector holds a column of every sample. A column that holds the ``drawn`` labels of all terms is
     pulled back at once, ``pooled`` labels of a sampled Fisher too. ``held`` are the weights and biases whose whole gradient comes
     from one site, by the id of its value; ``uses`` all sites of the parameters whose whole gradient comes from sites. Covectors
-    are pulled back to the sites, not to these parameters. ``groups`` are the samples where the rows of a site are theirs, else
-    one.
+    are pulled back to the sites, not to these parameters.
     """
 
     def __init__(self, batch: BatchLoss, seed: int, *, pooled: bool, point: LinearisedBatch | None = None) -> None:
@@ -134,10 +134,12 @@ class FactoredBatch(JacobianOperator):
         super().__init__(batch)
         Z = self.output
         self._find_uses()
-        self._find_groups(pooled=pooled)
+        self._one_draw = pooled
         self._labelled, classes = has_label(batch, Z), Z.shape[-1] if Z.ndim else 1
-        sweeps = int((self._labelled.reshape(len(Z), -1).any(0) if self.together else self._labelled).sum())
-        self.drawn = sweeps > PULLED and classes > 1 and batch.loss.name in NAMES
+        self.drawn = False
+        if not pooled and classes > 1 and batch.loss.name in NAMES:
+            sweeps = (self._labelled.reshape(len(Z), -1).any(0) if self.together else self._labelled).sum()
+            self.drawn = int(sweeps) > PULLED
         self.columns = columns(Curvature("fisher-mc", seed, DRAWS).of(batch) if self.drawn else batch, Z)
         self.pooled = pooled or self.drawn
 
@@ -210,26 +212,32 @@ class FactoredBatch(JacobianOperator):
                 if has_factors and (len(used) == 1 or int(counts[self.entries(one)].max()) == 1):
                     self.held.append((at, one))
 
-    def _find_groups(self, *, pooled: bool) -> None:
-        """Set ``groups`` by the shapes of the steps and, where these keep samples together, by gradients of halves of them.
+    @cached_property
+    def groups(self) -> dict[int, int]:
+        """Groups of the rows of each site: by the shapes of the steps and, where these mix samples, by gradients of halves.
 
         Samples are apart where the gradient of each half is zero at the rows of the other: of all halves by a digit of their
-        numbers, or of ``pooled`` labels, whose mean is the same for any groups, of one.
+        numbers, or of pooled labels, whose mean is the same for any groups, of one.
         """
         n = self.samples
         has_samples = self.output.ndim > 0 and len(self.output) == n > 1
         by_sample = [at for at in self.sites if has_samples and self.leading[at] == n]
-        self.groups = {at: n if at in by_sample and at not in self._mixed else 1 for at in self.sites}
+        groups = {at: n if at in by_sample and at not in self._mixed else 1 for at in self.sites}
         if open_sites := [at for at in by_sample if at in self._mixed]:
-            digits = 2 ** torch.arange(1 if pooled else max(n - 1, 1).bit_length(), device=self.device).unsqueeze(1)
+            digits = 2 ** torch.arange(1 if self._one_draw else max(n - 1, 1).bit_length(), device=self.device).unsqueeze(1)
             odd = torch.arange(n, device=self.device) // digits % 2 == 1  # any two samples are apart in one of these rows
-            halves = odd if pooled else torch.cat([odd, ~odd])
+            halves = odd if self._one_draw else torch.cat([odd, ~odd])
             u = generic(self.shape[0]).to(self.output).reshape(1, n, -1)
             bars = [self._at_sites(rows) for rows in (u * halves.unsqueeze(2)).flatten(1).split(self.block_size)]
             for at in open_sites:
                 bar = torch.cat([part[at] for part in bars if at in part])
-                self.groups[at] = 1 if bool(bar.reshape(len(bar), n, -1)[~halves].any()) else n
-        self.together = min(self.groups.values(), default=1) > 1
+                groups[at] = 1 if bool(bar.reshape(len(bar), n, -1)[~halves].any()) else n
+        return groups
+
+    @property
+    def together(self) -> bool:
+        """Whether one covector holds a column of every sample."""
+        return min(self.groups.values(), default=1) > 1
 
     def entries(self, one: ParameterJacobian) -> Tensor:
         """Return the positions of the entries of a Jacobian in a vector of all parameters."""
@@ -318,10 +326,11 @@ class KroneckerFactors:
             else:
                 factors = LayerFactors(one.parameter, one.at, entries(one), False, None, zeros(one.size, one.size))
             self.weights.append(factors)
-        covered = torch.zeros(batches[0].size, dtype=torch.bool, device=zeros(0).device)
-        for weight in self.weights:
-            covered[weight.entries] = True
-        rest = [name for name, rows in self.slices.items() if diagonal is not None and not bool(covered[rows].all())]
+        covered = Counter[str]()
+        for _, one in self._batches[0].held:
+            covered[one.parameter] += one.size
+        sizes = {name: rows.stop - rows.start for name, rows in self.slices.items()}
+        rest = [name for name, size in sizes.items() if diagonal is not None and covered[name] < size]
         known = all(name in batch.uses for batch in self._batches for name in rest)
         self.diagonal, self._squared = zeros(batches[0].size), rest
         # gradients of a weight take as long as all of its block's diagonal, for every column
@@ -338,13 +347,17 @@ class KroneckerFactors:
     def _add(self, batch: FactoredBatch) -> None:
         live: dict[int, Tensor] = {}  # rows with a gradient
         for bars in batch.bars():
+            grams: dict[int, Tensor] = {}  # of a weight and of the bias beside it
             for weight, (at, one) in zip(self.weights, batch.held, strict=True):
-                if at in bars:
+                if at not in bars:
+                    continue
+                if at not in grams:
                     g = bars[at].reshape(-1, bars[at].shape[-1])
-                    weight.gradients.addmm_(g.T, g)
-                    if isinstance(one, WeightJacobian):
-                        rows = (bars[at] != 0).any(-1).any(0)
-                        live[at] = live[at] | rows if at in live else rows
+                    grams[at] = g.T @ g
+                weight.gradients += grams[at]
+                if isinstance(one, WeightJacobian) and not (batch.pooled and at in live):
+                    rows = (bars[at][:1] if batch.pooled else bars[at]).any(-1).any(0)
+                    live[at] = live[at] | rows if at in live else rows
             for name in self._squared:
                 batch.add_squares(name, bars, self.diagonal)
         if not all(bool(rows.all()) for rows in live.values()):
