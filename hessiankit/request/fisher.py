@@ -132,12 +132,13 @@ class Curvature:
         """
         check_fits(batch, self.kind)
         if self.kind not in SAMPLED_KINDS:
-            return batch
+            return replace(batch, output=None)
         with batch.at(), torch.no_grad():
-            Z = batch.read()
+            Z = batch.read() if batch.output is None else batch.output
             drawn_targets = _targets(batch, Z, self.draws if self.kind == "fisher-mc" else 0, self.seed)
             data_target = batch.target.reshape(drawn_targets.shape[0], *drawn_targets.shape[2:])
-            return replace(batch, loss=batch.loss.sampled(), target=torch.cat((data_target.unsqueeze(1), drawn_targets), 1))
+            targets = torch.cat((data_target.unsqueeze(1), drawn_targets), 1)
+            return replace(batch, loss=batch.loss.sampled(), target=targets, output=None)
 
 
 def check_fits(batch: BatchLoss, kind: str) -> None:
