@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -312,7 +313,7 @@ class KroneckerFactors:
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
         self.slices = batches[0].slices
         self.weights: list[LayerFactors] = []
-        at_points = zip(batches, points or [None] * len(batches), strict=True)
+        at_points = zip(batches, points or itertools.repeat(None), strict=False)
         self._batches = [FactoredBatch(batch, seed, pooled=pooled, point=point) for batch, point in at_points]
         self.is_drawn = any(batch.drawn for batch in self._batches)
         names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
