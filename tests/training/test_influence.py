@@ -241,6 +241,31 @@ def test_the_record_is_kept_in_a_file_and_results_print_and_draw(tmp_path: Path)
     assert found.to_dict()["scores"] == found.scores.tolist()
 
 
+class Attention(nn.Module):
+    """Attention by torch's fused kernel, which has no double backward on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).unsqueeze(1)
+        return self.last(F.scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0])
+
+
+def test_attention_is_replayed_inside_the_context_and_else_refused_with_it() -> None:
+    model, data = Attention(), (drawn(6, 3, 4), labels(6, 3))
+    loader = shuffled(data, 3)
+    run = trained(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
+
+    def scored() -> hk.training.influence.Influence:
+        return hk.influence(model, loader, data, method=run, loss="cross_entropy")
+
+    assert_one_clear_error(scored, r"torch says: .* is not implemented; run the call inside hessiankit.twice_differentiable")
+    with hk.twice_differentiable_attention():
+        assert bool(scored().scores.isfinite().all())
+
+
 def clipped(model: nn.Module, loader: Any) -> hk.RecordedRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = hk.RecordedRun(model, optimizer, every=2)

@@ -14,6 +14,7 @@ attribution for deep learning", 2025.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hessiankit.request.read import read_request
 from hessiankit.support.containers import samples
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell
+from hessiankit.tracing.source_line import first_line
 from hessiankit.training.influence.recorded_run import RecordedRun
 from hessiankit.training.influence.terms import output_and_slope, weight_axes
 from hessiankit.training.influence.updates import GRADIENT, THETA, Values, pulled, stepped
@@ -158,10 +160,21 @@ def products_and_inner(batch: BatchLoss, theta: Tensor, V: Tensor, *, per_token:
         w = torch.ones(z.shape[:axes], dtype=z.dtype, device=z.device, requires_grad=True)
         weighted = slope * w.reshape(*w.shape, *(1,) * (z.ndim - axes))
         G = torch.autograd.grad(z, leaves, weighted, create_graph=True, materialize_grads=True)
-        sizes, products, inner = [p.numel() for p in leaves], [], []
-        for v in V:
-            cotangents = [part.reshape(p.shape) for part, p in zip(v.split(sizes), leaves, strict=True)]
-            *Hv, of_w = torch.autograd.grad(G, [*leaves, w], cotangents, retain_graph=True, materialize_grads=True)
-            products.append(torch.cat([part.reshape(-1) for part in Hv]))
-            inner.append(of_w)
-    return torch.stack(products).detach(), torch.stack(inner, -1).detach()
+        products, inner = zip(*(_pulled_twice(G, leaves, w, v) for v in V), strict=True)
+    return torch.stack(products), torch.stack(inner, -1)
+
+
+def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the derivatives of <G, v> with respect to the parameters (P,) and to the weights."""
+    sizes = [p.numel() for p in leaves]
+    cotangents = [part.reshape(p.shape) for part, p in zip(v.split(sizes), leaves, strict=True)]
+    try:
+        *Hv, of_w = torch.autograd.grad(G, [*leaves, w], cotangents, retain_graph=True, materialize_grads=True)
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        raise InputError(
+            f"{WHO}: a replay differentiates twice, and torch says: {first_line(error)}; run the call inside "
+            "hessiankit.twice_differentiable_attention(), or load the model with eager attention"
+        ) from error
+    return torch.cat([part.reshape(-1) for part in Hv]), of_w
