@@ -101,7 +101,7 @@ def end_of_training(
 
 
 CASES = [(name, perceptron, ((X, Y), (X_TEST, Y_TEST))) for name in OPTIMIZERS]
-CASES += [(name, language_model, TOKENS) for name in ("momentum", "Adam")]
+CASES += [(name, language_model, TOKENS) for name in ("momentum", "AdamW")]
 
 
 @pytest.mark.parametrize(("name", "make", "sets"), CASES)
