@@ -38,12 +38,21 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
+def dead_unit() -> nn.Module:
+    """A perceptron of which a unit has no gradient: the root of its second moment has no derivative."""
+    model = perceptron()
+    model[1] = nn.ReLU()
+    with torch.no_grad():
+        model[0].bias[2] = -100
+    return model
+
+
 def language_model() -> nn.Module:
     return hk.Transformer(5, 4, 6, 1, placement="pre", max_len=4, seed=0).double()
 
 
 TOKENS = (labels(6, 4, classes=4), labels(6, 4, classes=5)), (labels(2, 4, classes=5, seed=7), labels(2, 4, classes=5, seed=8))
-"""Training and test data of a language model; its fifth token is not in the training data."""
+"""Training and test data of a language model."""
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -101,6 +110,7 @@ def end_of_training(
 
 
 CASES = [(name, perceptron, ((X, Y), (X_TEST, Y_TEST))) for name in OPTIMIZERS]
+CASES += [("AdamW", dead_unit, ((X, Y), (X_TEST, Y_TEST)))]
 CASES += [(name, language_model, TOKENS) for name in ("momentum", "AdamW")]
 
 
