@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.training.by_partition.approximating import approximations
     from hessiankit.training.by_partition.landscape import critical_sharpness, spectrum
     from hessiankit.training.depth import depth_diagnostics, replace_norms
+    from hessiankit.training.influence import RecordedRun, influence
     from hessiankit.training.monitoring import Monitor
     from hessiankit.training.optim import blockwise_lr, blockwise_schedule
     from hessiankit.training.partition import block_types, named_slices
@@ -55,6 +56,7 @@ _NAMES = {
     "training.by_partition.approximating": "approximations",
     "training.by_partition.landscape": "critical_sharpness spectrum",
     "training.depth": "depth_diagnostics replace_norms",
+    "training.influence": "RecordedRun influence",
     "training.monitoring": "Monitor",
     "training.sharpness": "sharpness",
     "theory.formulas.derive": "derive",
@@ -82,18 +84,17 @@ CALLS = {
     "eigenvalues": "spectrum(..., k=3)",
     "top_eigenvalues": "spectrum(..., k=3)",
     "lanczos": "spectrum(..., k=3, method='lanczos')",
-    "influence": "hessian_operator(...).solve(gradient, damping=...)",
 }
 """What people call what is here -> the call."""
 _HOME = {name: f"hessiankit.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "ConvergenceError", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Monitor",
-    "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations",
-    "block_types", "blockwise_lr", "blockwise_schedule", "bounds", "check", "check_jacobian", "critical_sharpness",
-    "depth_diagnostics", "derive", "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function",
-    "hessian_operator", "identical", "jacobian_operator", "linear_cross_entropy", "loss_slices", "named_slices",
-    "replace_norms", "scalar_estimates", "scaled_dot_product_attention", "sharpness", "spectrum", "trace_module",
-    "twice_differentiable",
+    "OutOfMemoryError", "RecordedRun", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer",
+    "approximations", "block_types", "blockwise_lr", "blockwise_schedule", "bounds", "check", "check_jacobian",
+    "critical_sharpness", "depth_diagnostics", "derive", "frobenius_norms", "from_function", "hessian", "hessian_diagonal",
+    "hessian_function", "hessian_operator", "identical", "influence", "jacobian_operator", "linear_cross_entropy",
+    "loss_slices", "named_slices", "replace_norms", "scalar_estimates", "scaled_dot_product_attention", "sharpness",
+    "spectrum", "trace_module", "twice_differentiable",
 ]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 
 import hessiankit
 
-MADE = {"Transformer", "TransformerBlock", "VisionTransformer", "Monitor"}
+MADE = {"Transformer", "TransformerBlock", "VisionTransformer", "Monitor", "RecordedRun"}
 FUNCTIONS = {name: f for name in hessiankit.__all__ if inspect.isfunction(f := getattr(hessiankit, name))}
 CALLED = sorted(MADE | {name for name, f in FUNCTIONS.items() if inspect.signature(f).parameters})
 """Public functions, and the classes that users make objects of."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from hessiankit.engine.parts import WORKSPACE
 from hessiankit.engine.sweep import Tangents, dense, pull, push, reads
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.loss_trace import LossTrace, loss_trace
 from hessiankit.request.read import read_request
 from hessiankit.request.selection import Params
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import full_precision, one_at_a_time
+from hessiankit.tracing.trace import Trace
 
 WHO = "jacobian_operator"
+NOTHING: Mapping[int, Collection[int]] = MappingProxyType({})
 
 PERIOD = 997
 """Entries after which the cotangent of the comparison repeats; a prime, so that rows of an output are not alike."""
@@ -50,10 +53,7 @@ class JacobianOperator(TensorOperator):
             raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
         trace, self._output = traced.trace, traced.output
         with batch.at(), torch.no_grad():
-            if batch.reference is not None:
-                compare = Handshake(batch)
-                compare.add(trace, trace.adjoints())
-                compare.close()
+            self._compare(batch, traced)
             self._prepare(batch, trace)
         self.output_shape = tuple(trace.values[self._output].shape)
         super().__init__((math.prod(self.output_shape), batch.size), batch.dtype, batch.device)
@@ -64,19 +64,29 @@ class JacobianOperator(TensorOperator):
         widest = sum(trace.values[a.output].numel() for a in trace.applications) + batch.size
         self.block_size = max(1, WORKSPACE // (widest * batch.dtype.itemsize))
 
-    def _prepare(self, batch: BatchLoss, trace: Any) -> None:
-        """Linearise the applications on the way to the output."""
-        needed, self._steps = {self._output}, list[Step]()
+    def _compare(self, batch: BatchLoss, traced: LossTrace) -> None:
+        """Compare loss and gradient of the trace with those of the module's own call, if they are known."""
+        if batch.reference is not None:
+            compare = Handshake(batch)
+            compare.add(traced.trace, traced.trace.adjoints())
+            compare.close()
+
+    def _prepare(self, batch: BatchLoss, trace: Trace, covered: Mapping[int, Collection[int]] = NOTHING) -> None:
+        """Linearise the applications on the way to the output; ``covered`` are places of inputs that are held constant."""
+        self._needed, self._steps = {self._output}, list[Step]()
         for a in reversed(trace.applications):
-            if a.output not in needed:
+            if a.output not in self._needed:
                 continue
-            inputs = tuple(at if at in trace.moving else None for at in a.inputs)
-            point = a.primitive.linearise(trace.gather(a), None, [at is not None for at in inputs])
-            point.forget()
-            self._steps.insert(0, Step(point, inputs, a.output))
-            needed.update(at for at in inputs if at is not None)
+            constant = covered.get(a.output, ())
+            inputs = tuple(at if at in trace.moving and k not in constant else None for k, at in enumerate(a.inputs))
+            if any(at is not None for at in inputs):
+                point = a.primitive.linearise(trace.gather(a), None, [at is not None for at in inputs])  # type: ignore[arg-type]
+                point.forget()
+                self._steps.append(Step(point, inputs, a.output))
+                self._needed.update(at for at in inputs if at is not None)
+        self._steps.reverse()
         self._reads = reads(self._steps, {self._output})
-        if not needed & {trace.parameters[name] for name in batch.parameters}:
+        if not (self._needed & ({trace.parameters[name] for name in batch.parameters} | covered.keys())):
             raise InputError(f"{WHO}: none of the parameters has an effect on the output; the module does not use them")
 
     @contextmanager

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hessiankit.curvature.jacobian import JacobianOperator
+from hessiankit.curvature.jacobian import NOTHING, JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
 from hessiankit.engine.diagonal_sum import TooCostly
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian, find_sites
+from hessiankit.engine.linearisation import LinearisedBatch
 from hessiankit.primitives.binary import Binary
 from hessiankit.primitives.directions import unbroadcast
 from hessiankit.primitives.elementwise import Divide
@@ -27,11 +30,11 @@ from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.fisher import Curvature
 from hessiankit.request.loss import NAMES
+from hessiankit.request.loss_trace import LossTrace
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 
 ENTRIES = 2**23  # numbers of one chunk of gradients
-ROUNDING = 64  # times the rounding error of the terms' sum, which a gradient of zero may have
 PULLED, DRAWS = 4096, 16
 """Columns of L'' with a label that are pulled back one by one at most; the labels drawn for each term in their place where there
 are more."""
@@ -123,47 +126,64 @@ class FactoredBatch(JacobianOperator):
     Where the rows of all sites are those of the samples, one after the other, that do not depend on each other, samples are
     treated ``together``: one covector holds a column of every sample. A column that holds the ``drawn`` labels of all terms is
     pulled back at once, ``pooled`` labels of a sampled Fisher too. ``held`` are the weights and biases whose whole gradient comes
-    from one site, by the id of its value; ``uses`` all sites of the parameters whose whole gradient comes from sites.
+    from one site, by the id of its value; ``uses`` all sites of the parameters whose whole gradient comes from sites. Covectors
+    are pulled back to the sites, not to these parameters.
     """
 
-    def __init__(self, batch: BatchLoss, seed: int, *, pooled: bool) -> None:
+    def __init__(self, batch: BatchLoss, seed: int, *, pooled: bool, point: LinearisedBatch | None = None) -> None:
+        self._point, self.samples = point, batch.n_samples
         super().__init__(batch)
-        Z, self.samples = self.output, batch.n_samples
-        self._find_uses(pooled=pooled)
-        labelled, classes = has_label(batch, Z), Z.shape[-1] if Z.ndim else 1
-        self.reached = self._reached(labelled)
-        sweeps = int((labelled.reshape(len(Z), -1).any(0) if self.together else labelled).sum())
-        self.drawn = sweeps > PULLED and classes > 1 and batch.loss.name in NAMES
+        Z = self.output
+        self._find_uses()
+        self._one_draw = pooled
+        self._labelled, classes = has_label(batch, Z), Z.shape[-1] if Z.ndim else 1
+        self.drawn = False
+        if not pooled and classes > 1 and batch.loss.name in NAMES:
+            sweeps = (self._labelled.reshape(len(Z), -1).any(0) if self.together else self._labelled).sum()
+            self.drawn = int(sweeps) > PULLED
         self.columns = columns(Curvature("fisher-mc", seed, DRAWS).of(batch) if self.drawn else batch, Z)
         self.pooled = pooled or self.drawn
 
-    def _prepare(self, batch: BatchLoss, trace: Trace) -> None:
-        super()._prepare(batch, trace)
-        reached = {step.output for step in self._steps}
-        self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
-        uses = Counter(at for a in trace.applications for at in a.inputs)
-        for a in trace.applications:
-            site = self.sites.get(a.output)
-            # rows of a table enter once: where they are added, or where they are read if they are not only added
-            for place, one in list(zip(site.covered, site.jacobians, strict=False)) if site is not None else ():
-                if uses[a.inputs[place]] == 1:
-                    self.sites.pop(a.inputs[place], None)  # type: ignore[arg-type]
-                elif site is not None and a.inputs[place] in self.sites:
-                    site.jacobians.remove(one)
-        self.leading = {at: trace.values[at].shape[0] for at in self.sites}
-        self.output, self._widest = trace.values[self._output], max(trace.values[step.output].numel() for step in self._steps)
+    def _compare(self, batch: BatchLoss, traced: LossTrace) -> None:
+        """Compare with the point at which a linearisation was made; its own trace has been compared if it is this one."""
+        if self._point is None or not self._point.is_of(traced):
+            super()._compare(batch if self._point is None else self._point.reference(batch), traced)
 
-    def _at_sites(self, rows: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return covectors (S, outputs) pulled back to the value of each site, (S, rows, p), and to the parameters."""
+    def _prepare(self, batch: BatchLoss, trace: Trace, covered: Mapping[int, Collection[int]] = NOTHING) -> None:
+        sites, uses = find_sites(trace), Counter(at for a in trace.applications for at in a.inputs)
+        of_output = {a.output: a for a in trace.applications}
+        for site in list(sites.values()):
+            # rows of a table enter once: where they are added, or where they are read if they are not only added
+            for place, one in list(zip(site.covered, site.jacobians, strict=False)):
+                at = of_output[site.value].inputs[place]
+                if uses[at] == 1:
+                    sites.pop(at, None)  # type: ignore[arg-type]
+                elif at in sites:
+                    site.jacobians.remove(one)
+                    site.covered = tuple(k for k in site.covered if k != place)
+        super()._prepare(batch, trace, {at: site.covered for at, site in sites.items() if site.covered})
+        self.sites = {at: site for at, site in sites.items() if at in self._needed}
+        self.leading = {at: trace.values[at].shape[0] for at in self.sites}
+        self.output, self._widest = trace.values[self._output], max(trace.values[at].numel() for at in self._needed)
+        self._mixed: set[int] = set()  # values of which an entry may reach several rows of the output
+        for step in reversed(self._steps):
+            a = of_output[step.output]
+            for place, at in enumerate(step.inputs):
+                moves = [k == place for k in range(len(a.inputs))]
+                if at is not None and (a.output in self._mixed or not a.primitive.rowwise(trace.gather(a), 1, moves)):  # type: ignore[arg-type]
+                    self._mixed.add(at)
+
+    def _at_sites(self, rows: Tensor) -> dict[int, Tensor]:
+        """Return covectors (S, outputs) pulled back to the value of each site, (S, rows, p)."""
         covectors_of: dict[int, Tensor] = {}
         with self._at_the_point():
-            whole = self._pulled(rows, self.sites, covectors_of.__setitem__)
-        return {at: bar.reshape(len(bar), -1, bar.shape[-1]) for at, bar in covectors_of.items()}, whole
+            self._pulled(rows, self.sites, covectors_of.__setitem__)
+        return {at: bar.reshape(len(bar), -1, bar.shape[-1]) for at, bar in covectors_of.items()}
 
-    def _reached(self, output: Tensor) -> dict[int, Tensor]:
-        """Return the rows of each site on which the masked entries of the output depend, as masks."""
+    def reached(self) -> dict[int, Tensor]:
+        """Return the rows of each site on which the entries of the output with a label depend, as masks."""
         numbers = generic(self._widest).to(self.output)
-        masks = {self._output: output}
+        masks = {self._output: self._labelled}
         with self._at_the_point():
             for step in reversed(self._steps):
                 if step.output not in masks:
@@ -174,49 +194,51 @@ class FactoredBatch(JacobianOperator):
                         masks[at] = masks[at] | mask if at in masks else mask
         return {at: masks[at].any(-1).reshape(-1) for at in self.sites if at in masks}
 
-    def _find_uses(self, *, pooled: bool) -> None:
-        """Set ``held`` and ``uses`` by the gradient of a generic combination of the outputs, and ``groups`` of each site's rows.
+    def _find_uses(self) -> None:
+        """Set ``held`` and ``uses``."""
+        self.held: list[tuple[int, ParameterJacobian]] = []
+        self.uses: dict[str, list[tuple[int, ParameterJacobian]]] = {
+            name: [] for name, at in self._ids.items() if at not in self._needed
+        }
+        for at, site in self.sites.items():
+            for one in site.jacobians:
+                if one.parameter in self.uses:
+                    self.uses[one.parameter].append((at, one))
+        for used in self.uses.values():
+            counts = torch.zeros(self.shape[1] if len(used) > 1 else 0, dtype=torch.int64, device=self.device)
+            for _, one in used if len(used) > 1 else ():
+                counts[self.entries(one)] += 1
+            for at, one in used:
+                has_factors = isinstance(one, WeightJacobian) or (isinstance(one, GainJacobian) and one.is_ones)
+                if has_factors and (len(used) == 1 or int(counts[self.entries(one)].max()) == 1):
+                    self.held.append((at, one))
 
-        The groups are the samples where the gradients of halves of them are zero at the rows of the others: of all halves by a
-        digit of their numbers, or of ``pooled`` labels, whose mean is the same for any groups, of one.
+    @cached_property
+    def groups(self) -> dict[int, int]:
+        """Groups of the rows of each site: by the shapes of the steps and, where these mix samples, by gradients of halves.
+
+        Samples are apart where the gradient of each half is zero at the rows of the other: of all halves by a digit of their
+        numbers, or of pooled labels, whose mean is the same for any groups, of one.
         """
         n = self.samples
-        digits = 2 ** torch.arange(1 if pooled else max(n - 1, 1).bit_length(), device=self.device).unsqueeze(1)
-        odd = torch.arange(n, device=self.device) // digits % 2 == 1  # any two samples are apart in one of these rows
-        halves = (odd if pooled else torch.cat([odd, ~odd])) if self.output.ndim and len(self.output) == n > 1 else None
-        u = generic(self.shape[0]).to(self.output).reshape(1, n if halves is not None else 1, -1)
-        parts, whole = dict[int, list[Tensor]](), u.new_zeros(self.shape[1])
-        for rows in (u if halves is None else u * halves.unsqueeze(2)).flatten(1).split(self.block_size):
-            at_sites, ends = self._at_sites(rows)
-            for at, bar in at_sites.items():
-                parts.setdefault(at, []).append(bar)
-            for name, at in self._ids.items():
-                if at in ends:
-                    whole[self.slices[name]] += ends[at].sum(0).reshape(-1)
-        bars = {at: torch.cat(part) for at, part in parts.items()}
-        self.groups = dict.fromkeys(self.sites, 1)
-        for at, bar in bars.items():
-            if halves is not None and self.leading[at] == n and not bool(bar.reshape(len(bar), n, -1)[~halves].any()):
-                self.groups[at] = n
-        self.together = min((self.groups[at] for at in bars), default=1) > 1
-        bars = {at: bar.sum(0, keepdim=True) for at, bar in bars.items()}
-        self.held: list[tuple[int, ParameterJacobian]] = []
-        self.uses: dict[str, list[tuple[int, ParameterJacobian]]] = {name: [] for name in self.slices}
-        rest, eps = whole.clone(), torch.finfo(self.torch_dtype).eps
-        allowed = eps**0.5 * whole.abs()  # and the rounding of terms that cancel, as those of a key's bias behind a softmax
-        for at, site in self.sites.items():
-            for one in site.jacobians if at in bars else ():
-                own, entries = one.vjp(bars[at][0].unsqueeze(-1))[:, 0], self.entries(one)
-                rest[entries] -= own
-                if isinstance(one, GainJacobian):
-                    allowed[entries] += ROUNDING * eps * one.vjp(bars[at][0].abs().unsqueeze(-1))[:, 0].abs()
-                self.uses[one.parameter].append((at, one))
-                has_factors = isinstance(one, WeightJacobian) or (isinstance(one, GainJacobian) and one.is_ones)
-                if has_factors and bool((own - whole[entries]).abs().max() <= allowed[entries].max()):
-                    self.held.append((at, one))
-        for name, span in self.slices.items():
-            if not bool(rest[span].abs().max() <= allowed[span].max()):
-                del self.uses[name]
+        has_samples = self.output.ndim > 0 and len(self.output) == n > 1
+        by_sample = [at for at in self.sites if has_samples and self.leading[at] == n]
+        groups = {at: n if at in by_sample and at not in self._mixed else 1 for at in self.sites}
+        if open_sites := [at for at in by_sample if at in self._mixed]:
+            digits = 2 ** torch.arange(1 if self._one_draw else max(n - 1, 1).bit_length(), device=self.device).unsqueeze(1)
+            odd = torch.arange(n, device=self.device) // digits % 2 == 1  # any two samples are apart in one of these rows
+            halves = odd if self._one_draw else torch.cat([odd, ~odd])
+            u = generic(self.shape[0]).to(self.output).reshape(1, n, -1)
+            bars = [self._at_sites(rows) for rows in (u * halves.unsqueeze(2)).flatten(1).split(self.block_size)]
+            for at in open_sites:
+                bar = torch.cat([part[at] for part in bars if at in part])
+                groups[at] = 1 if bool(bar.reshape(len(bar), n, -1)[~halves].any()) else n
+        return groups
+
+    @property
+    def together(self) -> bool:
+        """Whether one covector holds a column of every sample."""
+        return min(self.groups.values(), default=1) > 1
 
     def entries(self, one: ParameterJacobian) -> Tensor:
         """Return the positions of the entries of a Jacobian in a vector of all parameters."""
@@ -247,17 +269,19 @@ class FactoredBatch(JacobianOperator):
         """Yield gradients at the sites for some columns of L'' at a time."""
         K, B, T, C = self.columns.shape
         most = max(1, min(self.block_size, ENTRIES // self.output.numel()))
-        samples: list[Any] = [slice(None)] if self.together or self.pooled else list(range(B))
-        terms: list[Any] = [slice(None)] if self.pooled else list(range(T))
+        if self.pooled:
+            yield from map(self._at_sites, self.columns.reshape(K, -1).split(most))
+            return
+        samples: list[Any] = [slice(None)] if self.together else list(range(B))
         counts = (self.columns != 0).any(0).any(-1).cpu()  # (B, T); rows without a label give nothing
-        rows_of = [(t, b) for t in terms for b in samples if bool(counts[b, t].any())]
+        rows_of = [(t, b) for t in range(T) for b in samples if bool(counts[b, t].any())]
         places = [(k, t, b) for k in range(K) for t, b in rows_of]
         for start in range(0, len(places), most):
             chunk = places[start : start + most]
             rows = self.columns.new_zeros(len(chunk), B, T, C)
             for n, (k, t, b) in enumerate(chunk):
                 rows[n, b, t] = self.columns[k, b, t]
-            yield self._at_sites(rows.reshape(len(chunk), -1))[0]
+            yield self._at_sites(rows.reshape(len(chunk), -1))
 
 
 class KroneckerFactors:
@@ -277,13 +301,20 @@ class KroneckerFactors:
     """
 
     def __init__(
-        self, batches: Sequence[BatchLoss], *, seed: int = 0, pooled: bool = False, diagonal: Callable[[], Tensor] | None = None
+        self,
+        batches: Sequence[BatchLoss],
+        *,
+        seed: int = 0,
+        pooled: bool = False,
+        diagonal: Callable[[], Tensor] | None = None,
+        points: Sequence[LinearisedBatch] | None = None,
     ) -> None:
         if not all(batch.loss.name for batch in batches):
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
         self.slices = batches[0].slices
         self.weights: list[LayerFactors] = []
-        self._batches = [FactoredBatch(batch, seed, pooled=pooled) for batch in batches]
+        at_points = zip(batches, points or itertools.repeat(None), strict=False)
+        self._batches = [FactoredBatch(batch, seed, pooled=pooled, point=point) for batch, point in at_points]
         self.is_drawn = any(batch.drawn for batch in self._batches)
         names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
         for batch in self._batches:
@@ -296,10 +327,11 @@ class KroneckerFactors:
             else:
                 factors = LayerFactors(one.parameter, one.at, entries(one), False, None, zeros(one.size, one.size))
             self.weights.append(factors)
-        covered = torch.zeros(batches[0].size, dtype=torch.bool, device=zeros(0).device)
-        for weight in self.weights:
-            covered[weight.entries] = True
-        rest = [name for name, rows in self.slices.items() if diagonal is not None and not bool(covered[rows].all())]
+        covered = Counter[str]()
+        for _, one in self._batches[0].held:
+            covered[one.parameter] += one.size
+        sizes = {name: rows.stop - rows.start for name, rows in self.slices.items()}
+        rest = [name for name, size in sizes.items() if diagonal is not None and covered[name] < size]
         known = all(name in batch.uses for batch in self._batches for name in rest)
         self.diagonal, self._squared = zeros(batches[0].size), rest
         # gradients of a weight take as long as all of its block's diagonal, for every column
@@ -314,22 +346,32 @@ class KroneckerFactors:
             self._add(batch)
 
     def _add(self, batch: FactoredBatch) -> None:
-        for weight, (at, one) in zip(self.weights, batch.held, strict=True):
-            if isinstance(one, WeightJacobian) and at in batch.reached:
-                assert weight.inputs is not None
-                reached = batch.reached[at]
-                X = one.X[reached]
-                weight.inputs += X.T @ X
-                weight.rows += len(X)
-                counts = reached.reshape(batch.samples, -1).sum(1) if len(reached) % batch.samples == 0 else reached.sum(0, True)
-                weight.is_even &= bool((counts == counts[0]).all())
+        live: dict[int, Tensor] = {}  # rows with a gradient
         for bars in batch.bars():
-            for weight, (at, _) in zip(self.weights, batch.held, strict=True):
-                if at in bars:
+            grams: dict[int, Tensor] = {}  # of a weight and of the bias beside it
+            for weight, (at, one) in zip(self.weights, batch.held, strict=True):
+                if at not in bars:
+                    continue
+                if at not in grams:
                     g = bars[at].reshape(-1, bars[at].shape[-1])
-                    weight.gradients += g.T @ g
+                    grams[at] = g.T @ g
+                weight.gradients += grams[at]
+                if isinstance(one, WeightJacobian) and not (batch.pooled and at in live):
+                    rows = (bars[at][:1] if batch.pooled else bars[at]).any(-1).any(0)
+                    live[at] = live[at] | rows if at in live else rows
             for name in self._squared:
                 batch.add_squares(name, bars, self.diagonal)
+        if not all(bool(rows.all()) for rows in live.values()):
+            live = batch.reached()
+        for weight, (at, one) in zip(self.weights, batch.held, strict=True):
+            if isinstance(one, WeightJacobian) and at in live:
+                assert weight.inputs is not None
+                rows = live[at]
+                X = one.X if bool(rows.all()) else one.X[rows]
+                weight.inputs.addmm_(X.T, X)
+                weight.rows += len(X)
+                counts = rows.reshape(batch.samples, -1).sum(1) if len(rows) % batch.samples == 0 else rows.sum(0, True)
+                weight.is_even &= bool((counts == counts[0]).all())
 
     def check(self) -> None:
         """Raise InputError where there are no factors."""

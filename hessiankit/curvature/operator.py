@@ -25,7 +25,7 @@ from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
 from hessiankit.engine.parts import WORKSPACE
-from hessiankit.request.batch_loss import BatchLoss, OwnGradient
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.read import Request, read_request
 from hessiankit.request.second_order import compare_second_order
@@ -276,16 +276,16 @@ class HessianOperator(SymmetricOperator):
         return float(self.diagonal().to(wide(self.device)).sum())
 
     def _approximated(self, name: str) -> StructuredOperator:
-        batches = list(map(_at_the_point, self._batches, self._linearised))
-
         def diagonal() -> Tensor:
+            batches = [one.reference(batch) for batch, one in zip(self._batches, self._linearised, strict=True)]
             sums = DiagonalSum(WHO, batches, None, None, MOST)
             sums.run(gauss_newton=self.kind != "hessian" or name != "diagonal")
             return sums.entries
 
         if name == "diagonal":
             return diagonal_operator(diagonal())
-        factors = KroneckerFactors(batches, pooled=self.kind == "fisher-mc", diagonal=diagonal)
+        pooled = self.kind == "fisher-mc"
+        factors = KroneckerFactors(self._batches, pooled=pooled, diagonal=diagonal, points=self._linearised)
         factors.check()
         parts = factors.kfac if name == "kfac" else factors.ekfac()
         factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
@@ -348,16 +348,6 @@ class HessianOperator(SymmetricOperator):
 def _is_parameters(x: Any) -> bool:
     """Tell whether an argument is tensors by name, or a sequence of them."""
     return isinstance(x, Mapping) or (isinstance(x, (list, tuple)) and any(isinstance(part, Tensor) and part.ndim for part in x))
-
-
-def _at_the_point(batch: BatchLoss, one: LinearisedBatch) -> BatchLoss:
-    """Return a request with the loss and the gradient of its linearisation to compare with: what it reads may have changed."""
-    if isinstance(one, Constant):
-        return replace(batch, reference=OwnGradient(one.loss, dict.fromkeys(batch.parameters)))
-    with torch.no_grad():
-        slopes = one.gradient().split([x.numel() for x in batch.parameters.values()])
-    named = {name: slope.reshape(x.shape) for (name, x), slope in zip(batch.parameters.items(), slopes, strict=True)}
-    return replace(batch, reference=OwnGradient(one.loss, named))
 
 
 @checked("hessian_operator")

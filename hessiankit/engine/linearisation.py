@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +24,7 @@ from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
 from hessiankit.engine.sweep import Tangents, pull, push, reads, sums_of
 from hessiankit.primitives.primitive import CovectorSum, Linearised, Nowhere, hollow
-from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.batch_loss import BatchLoss, OwnGradient
 from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import LossTrace, loss_trace, samples_are_independent
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
@@ -61,7 +62,28 @@ def vectors_together(bytes_per_vector: int, calls: int, numbers: int) -> int:
     return max(1, CACHED // bytes_per_vector, CALL * calls // max(1, numbers))
 
 
-class Linearisation:
+class ComparedBatch:
+    """A batch whose loss and gradient at one point have been compared with the module's own."""
+
+    loss: float
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of the loss, (P,)."""
+        raise NotImplementedError
+
+    def reference(self, batch: BatchLoss) -> BatchLoss:
+        """Return a batch with this loss and gradient to compare with: what it reads may have changed."""
+        with torch.no_grad():
+            slopes = self.gradient().split([x.numel() for x in batch.parameters.values()])
+        named = {name: slope.reshape(x.shape) for (name, x), slope in zip(batch.parameters.items(), slopes, strict=True)}
+        return replace(batch, reference=OwnGradient(self.loss, named))
+
+    def is_of(self, traced: LossTrace) -> bool:
+        """Tell whether another trace of the batch is the one that has been compared, with the same loss."""
+        return False
+
+
+class Linearisation(ComparedBatch):
     """The traced loss of one batch, linearised: what products need and no vector changes.
 
     Args:
@@ -90,7 +112,7 @@ class Linearisation:
         traced_loss: LossTrace | None = None,
     ) -> None:
         traced_loss = traced_loss or loss_trace(batch, is_deferred=True)
-        trace = traced_loss.trace
+        trace, self._signature = traced_loss.trace, traced_loss.signature()
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in batch.parameters}
         parameter_ids = set(self._ids.values())
@@ -144,6 +166,10 @@ class Linearisation:
             for k in reversed(range(len(self._segments))):
                 pull(self._steps(k), bars, {}, sums)
         return result[0]
+
+    def is_of(self, traced: LossTrace) -> bool:
+        """Tell whether another trace of the batch is the one that has been compared, with the same loss."""
+        return traced.signature() == self._signature and float(traced.trace.values[traced.trace.output]) == self.loss
 
     def origin(self) -> str | None:
         """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
@@ -322,7 +348,7 @@ def _fuse(run: list[Step], steps: list[Step], live_values: set[int | None]) -> N
     run.clear()
 
 
-class Constant:
+class Constant(ComparedBatch):
     """A batch whose loss does not depend on the parameters, with the interface of :class:`Linearisation`."""
 
     eps, fallbacks = 0.0, ()
@@ -340,6 +366,10 @@ class Constant:
         """Return zeros, (P,)."""
         return self._zeros.clone()
 
+    def reference(self, batch: BatchLoss) -> BatchLoss:
+        """Return a batch with this loss, and no gradient, to compare with."""
+        return replace(batch, reference=OwnGradient(self.loss, dict.fromkeys(batch.parameters)))
+
     def origin(self) -> None:
         """Return None: every value is finite."""
 
@@ -350,7 +380,7 @@ DEPENDENT = (
 )
 
 
-class MicroBatched:
+class MicroBatched(ComparedBatch):
     """A batch in parts of some samples, each recomputed in every product, with the interface of :class:`Linearisation`."""
 
     def __init__(self, batch: BatchLoss, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:

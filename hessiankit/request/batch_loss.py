@@ -129,6 +129,7 @@ class BatchLoss(ModulePoint):
         share: Factor of the loss in that of all batches.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
         first: The number of the first sample in the whole data, by which labels are drawn.
+        output: The output that labels are drawn from, of the first call; None once they are drawn.
     """
 
     loss: Loss
@@ -140,6 +141,7 @@ class BatchLoss(ModulePoint):
     share: float = 1.0
     reference: OwnGradient | None = None
     first: int = 0
+    output: Tensor | None = None
 
     # Within at(): the module's result and what the loss makes of it ------------------------------------------------------
 

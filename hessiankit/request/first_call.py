@@ -67,7 +67,7 @@ def first_call(point: ModulePoint, loss: Loss, inputs: Any, target: Any, *, hand
             point.state.restore()
             record.restore()
     normalizer = (batch.loss.count(batch_of_copies.target) if batch.loss.name else None) or 1.0
-    return replace(batch_of_copies, loss=batch.loss, reference=batch.reference, normalizer=normalizer)
+    return replace(batch_of_copies, loss=batch.loss, reference=batch.reference, normalizer=normalizer, output=batch.output)
 
 
 def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> None:
@@ -106,7 +106,7 @@ def _called(batch: BatchLoss, inputs: Any, *, handshake: bool) -> tuple[BatchLos
     """Call the module and the loss as they are now; check what they return, and the target.
 
     Returns:
-        The batch, its loss with what the call shows and the gradient, if ``handshake``; the value of the loss.
+        The batch, its loss with what the call shows, the output and the gradient, if ``handshake``; the value of the loss.
     """
     result = _result(batch, inputs)
     part = batch.loss.read(result)
@@ -124,7 +124,8 @@ def _called(batch: BatchLoss, inputs: Any, *, handshake: bool) -> tuple[BatchLos
     if slopes is not None and not all(are_finite([g for g in slopes.values() if g is not None])):
         _refuse_infinite(inputs)  # which may be the reason; else the matrix says which operation is
     reference = None if slopes is None else OwnGradient(number, slopes)
-    return replace(batch, loss=batch.loss.settled(result, value, batch.target), reference=reference), number
+    loss = batch.loss.settled(result, value, batch.target)
+    return replace(batch, loss=loss, reference=reference, output=loss.read(result).detach() if loss.name else None), number
 
 
 def _result(batch: BatchLoss, inputs: Any) -> Any:

@@ -36,13 +36,14 @@ def uniforms(seed: int, draws: int, numbers: Sequence[int], positions: int) -> T
     >>> bool((both[:, 2:, :3] == uniforms(0, 2, [2], 3)).all())
     True
     """
-    result = np.empty((draws, len(numbers), positions))
+    raw = np.empty((draws, len(numbers), positions), dtype=np.uint64)
     for draw in range(draws):
-        for k, number in enumerate(numbers):
-            key, counter = np.array([seed, draw], dtype=np.uint64), np.array([0, number, 0, 0], dtype=np.uint64)
-            raw = np.random.Philox(key=key, counter=counter).random_raw(positions)
-            result[draw, k] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return torch.from_numpy(result)
+        source, counter = np.random.Philox(key=np.array([seed, draw], dtype=np.uint64)), 0
+        for k, number in enumerate(numbers):  # a generator takes longer to make than to move
+            source.advance((number << 64) - counter)
+            raw[draw, k] = source.random_raw(positions)
+            counter = (number << 64) + math.ceil(positions / 4)
+    return torch.from_numpy(((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
 
 
 UNIT = 2.0**52
@@ -131,12 +132,13 @@ class Curvature:
         """
         check_fits(batch, self.kind)
         if self.kind not in SAMPLED_KINDS:
-            return batch
+            return replace(batch, output=None)
         with batch.at(), torch.no_grad():
-            Z = batch.read()
+            Z = batch.read() if batch.output is None else batch.output
             drawn_targets = _targets(batch, Z, self.draws if self.kind == "fisher-mc" else 0, self.seed)
             data_target = batch.target.reshape(drawn_targets.shape[0], *drawn_targets.shape[2:])
-            return replace(batch, loss=batch.loss.sampled(), target=torch.cat((data_target.unsqueeze(1), drawn_targets), 1))
+            targets = torch.cat((data_target.unsqueeze(1), drawn_targets), 1)
+            return replace(batch, loss=batch.loss.sampled(), target=targets, output=None)
 
 
 def check_fits(batch: BatchLoss, kind: str) -> None:

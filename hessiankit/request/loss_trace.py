@@ -32,6 +32,10 @@ class LossTrace:
         in_one_dtype(self.trace)
         without_dead_entries(self.trace)
 
+    def signature(self) -> int:
+        """Return a number of what is applied to what, which is another for another trace."""
+        return hash(tuple((a.name, a.inputs, a.output) for a in self.trace.applications))
+
     def loss_side(self) -> set[int]:
         """Return the values computed from the module's output, whose second derivatives a Gauss-Newton matrix consists of.
 

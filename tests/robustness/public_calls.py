@@ -91,6 +91,16 @@ def of_language(**more: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"model": language_model(), **more}
 
 
+def _influenced() -> dict[str, Any]:
+    data = (numbers(4, 3, 4), numbers(4, 3, 4))
+    return {"model": block(), "train": data, "test": data, "method": "ggn", "damping": 0.1, "loss": "mse"}
+
+
+def _recorded() -> dict[str, Any]:
+    model = block()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
 def _scheduled() -> dict[str, Any]:
     groups = optim.blockwise_lr(language_model(), 1e-3)
     return {"optimizer": torch.optim.AdamW(groups), "warmup": 2, "steps": 10}
@@ -153,6 +163,8 @@ CALLS = {
         ("scalar_estimates",),
     ),
     "frobenius_norms": Call(hk.frobenius_norms, on_block(), ("frobenius_norms",)),
+    "influence": Call(hk.influence, _influenced, ("influence",)),
+    "RecordedRun": Call(hk.RecordedRun, _recorded, ("RecordedRun",)),
     "scaled_dot_product_attention": Call(
         hk.scaled_dot_product_attention,
         lambda: {"query": numbers(2, 3, 4), "key": numbers(2, 5, 4), "value": numbers(2, 5, 4)},

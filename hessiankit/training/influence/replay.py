@@ -1,0 +1,180 @@
+"""A recorded run differentiated backwards: how test losses at its end move with the weight of every sample in every step.
+
+With L_t(theta, w) the loss of step t, in which sample i has the weight w_i = 1, and the step (theta', s') = U(theta, g, s) at
+g = grad L_t(theta, w), the adjoints of theta' and s' give v, the adjoint of g, and
+
+    adjoint(theta)  =  D_theta U^T adjoint(theta', s')  +  H_t v,        d(test loss)/d w_i  +=  <grad l_i, v> .
+
+Both products come from one gradient of <grad L_t(theta, w), v>. Leaving a sample out changes its weight by -1.
+
+Sources: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning", 2015; Hara,
+Nitanda and Maehara, "Data cleansing for models trained with SGD", 2019; Ilyas and Engstrom, "MAGIC: near-optimal data
+attribution for deep learning", 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.data import on_device_of
+from hessiankit.request.read import read_request
+from hessiankit.support.containers import samples
+from hessiankit.support.errors import InputError
+from hessiankit.support.progress import Tell
+from hessiankit.tracing.source_line import first_line
+from hessiankit.training.influence.recorded_run import RecordedRun
+from hessiankit.training.influence.terms import output_and_slope, weight_axes
+from hessiankit.training.influence.updates import GRADIENT, THETA, Values, pulled, stepped
+from hessiankit.training.influence.work import Work
+
+WHO = "influence"
+
+
+class Replay:
+    """The steps of a run, made again from its checkpoints.
+
+    Args:
+        run: The record.
+        model: The model at the end of the run.
+        train: The data of the run: a loader over the same data set, or a pair (inputs, target) whose rows are the samples.
+        asked: Arguments of the request, such as the loss.
+        per_token: Whether each position of a sequence has a weight.
+    """
+
+    def __init__(self, run: RecordedRun, model: nn.Module, train: Any, asked: dict[str, Any], *, per_token: bool) -> None:
+        self.run, self.model, self.train, self.per_token = run, model, train, per_token
+        loss = {"loss": asked["loss"]} if "loss" in asked else {}
+        self.asked = {**loss, "params": list(run.names), "handshake": False}
+        is_pair = isinstance(train, (tuple, list)) and len(train) == 2 and isinstance(train[1], Tensor)
+        if not is_pair and not (isinstance(train, DataLoader) and hasattr(train.dataset, "__getitem__")):
+            raise InputError(
+                f"{WHO}: train is a {type(train).__name__}; a replay needs a DataLoader over a data set with numbered samples, "
+                "or a pair (inputs, target)"
+            )
+        self.count = len(train.dataset) if isinstance(train, DataLoader) else len(train[1])  # type: ignore[arg-type]
+        largest = max((max(step.samples) for step in run.steps), default=-1)
+        if not 0 <= largest < self.count:
+            seen = f"the run has samples up to number {largest}, train has {self.count}"
+            raise InputError(f"{WHO}: {seen}; pass the data of the run")
+
+    def scores(self, adjoint: Tensor, work: Work, tell: Tell) -> Tensor:
+        """Return the scores (samples, S), or (samples, tokens, S), from gradients (S, P) of test losses at the end."""
+        run, state = self.run, work.state
+        ends = [*sorted(run.checkpoints)[1:], len(run.steps)]
+        starts = sorted(run.checkpoints)
+        if "scores" not in state:
+            zeros = {name: torch.zeros_like(adjoint) for name in run.rule.state}
+            state |= {"scores": adjoint.new_zeros(self.count, *(0,) * self.per_token, len(adjoint)), "open": len(starts)}
+            state["adjoints"] = {THETA: adjoint, **zeros}
+        while state["open"]:
+            k = state["open"] - 1
+            tell("steps replayed", len(run.steps) - ends[k], len(run.steps))
+            scores, adjoints = self._segment(starts[k], ends[k], state["scores"], state["adjoints"])
+            work.keep(scores=scores, adjoints=adjoints, open=k)
+        tell("steps replayed", len(run.steps), len(run.steps))
+        return state["scores"]
+
+    def _segment(self, start: int, end: int, scores: Tensor, adjoints: Values) -> tuple[Tensor, Values]:
+        run, x = self.run, self.run.checkpoints[start]
+        tape: list[tuple[BatchLoss, Values, Tensor]] = []
+        for t in range(start, end):
+            batch = self._batch(run.steps[t].samples)
+            gradient, moves = _own_gradient(batch, x[THETA])
+            x = {**x, GRADIENT: gradient}
+            tape.append((batch, x, moves))
+            x = stepped(run.rule, x, run.settings(run.steps[t], gradient), moves)
+        self._compare(start, end, x[THETA])
+        scores = scores.clone()
+        for t in reversed(range(start, end)):
+            batch, x, moves = tape.pop()
+            step = run.steps[t]
+            sources = pulled(run.rule, x, run.settings(step, x[THETA]), moves, adjoints)
+            V = sources.pop(GRADIENT)
+            products, inner = products_and_inner(batch, x[THETA], V, per_token=self.per_token)
+            sources[THETA] += products
+            adjoints = sources
+            if self.per_token and inner.shape[1] > scores.shape[1]:
+                scores = torch.nn.functional.pad(scores, (0, 0, 0, inner.shape[1] - scores.shape[1]))
+            at = torch.tensor(step.samples, device=scores.device)
+            (scores[:, : inner.shape[1]] if self.per_token else scores).index_add_(0, at, inner, alpha=-1)
+        return scores, adjoints
+
+    def _batch(self, numbers: tuple[int, ...]) -> BatchLoss:
+        if isinstance(self.train, DataLoader):
+            data = self.train.collate_fn([self.train.dataset[k] for k in numbers])
+            data = tuple(data) if isinstance(data, list) else data
+        else:
+            data = samples(tuple(self.train), torch.tensor(numbers, device=self.train[1].device), self.count)
+        batch = read_request(self.model, on_device_of(self.model, data), **self.asked).only()
+        if batch.n_samples != len(numbers):
+            raise InputError(f"{WHO}: a batch of {len(numbers)} samples has {batch.n_samples} rows; samples are the first axis")
+        return batch
+
+    def _compare(self, start: int, end: int, theta: Tensor) -> None:
+        """Refuse steps that do not lead to the next checkpoint, or at last to the model's parameters."""
+        run = self.run
+        if end in run.checkpoints:
+            expected = run.checkpoints[end][THETA]
+        else:
+            parameters = dict(self.model.named_parameters())
+            expected = torch.cat([parameters[name].detach().reshape(-1) for name in run.names])
+        distance = float((expected - run.checkpoints[start][THETA]).norm())
+        eps = torch.finfo(theta.dtype).eps
+        # rounding grows from step to step: a quarter of the digits is far above it, and far below another loss
+        if not float((theta - expected).norm()) <= eps**0.25 * distance + eps**0.75 * float(expected.norm()):
+            off = float((theta - expected).norm()) / (distance or 1.0)
+            raise InputError(
+                f"{WHO}: steps {start} to {end} of the run, made again, end elsewhere, off by {off:.1e} of the distance; pass "
+                "loss, data and model of the run, without dropout, clipping or steps that were not recorded"
+            )
+
+
+def _own_gradient(batch: BatchLoss, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a batch's loss (P,), and the entries that have one."""
+    slopes = batch.own_gradient(_named(batch, theta)).gradient
+    moves = torch.cat([torch.full((p.numel(),), slopes[n] is not None, device=p.device) for n, p in batch.parameters.items()])
+    parts = [torch.zeros_like(p) if slopes[n] is None else slopes[n] for n, p in batch.parameters.items()]
+    return torch.cat([part.reshape(-1) for part in parts]), moves  # type: ignore[union-attr]
+
+
+def _named(batch: BatchLoss, theta: Tensor) -> dict[str, Tensor]:
+    return {name: theta[rows].reshape(batch.shapes[name]) for name, rows in batch.slices.items()}
+
+
+def products_and_inner(batch: BatchLoss, theta: Tensor, V: Tensor, *, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Return H v (S, P) and <grad l_i, v> (samples, S), or (samples, tokens, S), of some vectors (S, P).
+
+    The gradient is J^T (w o slope), with a weight for each sample in the slope of the loss with respect to the output: its inner
+    product with v has H v as its derivative with respect to the parameters, and <grad l_i, v> with respect to w_i.
+    """
+    with batch.at(_named(batch, theta)):
+        leaves = list(batch.leaves.values())
+        z, slope = output_and_slope(batch, create_graph=True)
+        axes = weight_axes(z, per_token=per_token)
+        w = torch.ones(z.shape[:axes], dtype=z.dtype, device=z.device, requires_grad=True)
+        weighted = slope * w.reshape(*w.shape, *(1,) * (z.ndim - axes))
+        G = torch.autograd.grad(z, leaves, weighted, create_graph=True, materialize_grads=True)
+        products, inner = zip(*(_pulled_twice(G, leaves, w, v) for v in V), strict=True)
+    return torch.stack(products), torch.stack(inner, -1)
+
+
+def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the derivatives of <G, v> with respect to the parameters (P,) and to the weights."""
+    sizes = [p.numel() for p in leaves]
+    cotangents = [part.reshape(p.shape) for part, p in zip(v.split(sizes), leaves, strict=True)]
+    try:
+        *Hv, of_w = torch.autograd.grad(G, [*leaves, w], cotangents, retain_graph=True, materialize_grads=True)
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        raise InputError(
+            f"{WHO}: a replay differentiates twice, and torch says: {first_line(error)}; run the call inside "
+            "hessiankit.twice_differentiable(), or load the model with eager attention"
+        ) from error
+    return torch.cat([part.reshape(-1) for part in Hv]), of_w

@@ -1,0 +1,55 @@
+"""The output of a batch, with samples along its first axis, and the slope of the loss with respect to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.jacobian import JacobianOperator
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.support.errors import InputError
+
+WHO = "influence"
+
+
+def output_and_slope(batch: BatchLoss, *, create_graph: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the output z of a batch, within ``at()``, and the derivative of the loss with respect to it.
+
+    Raises:
+        InputError: The loss does not read one tensor whose first axis is that of the samples.
+    """
+    result = batch.result()
+    z = batch.loss.output(result)
+    if z is None or not z.ndim or len(z) != batch.n_samples:
+        seen = "no such output" if z is None else f"an output of shape {tuple(z.shape)} of {batch.n_samples} samples"
+        raise InputError(
+            f"{WHO}: scores of samples need a loss that reads one tensor, or 'logits', with samples along the first axis; "
+            f"the model has {seen}"
+        )
+    (slope,) = torch.autograd.grad(batch.loss.value(result, batch.target), z, create_graph=create_graph)
+    return z, slope
+
+
+def weight_axes(z: Tensor, *, per_token: bool) -> int:
+    """Return the number of leading axes of an output that index weights: of samples, or of samples and tokens.
+
+    Raises:
+        InputError: There are no tokens.
+    """
+    if per_token and z.ndim < 3:
+        raise InputError(f"{WHO}: per_token=True needs outputs (samples, tokens, classes), the model has {tuple(z.shape)}")
+    return 1 + per_token
+
+
+def inner_products(batch: BatchLoss, V: Tensor, *, per_token: bool) -> Tensor:
+    """Return <grad l_i, v> of every sample for vectors (S, P): (samples, S), or (samples, tokens, S).
+
+    By forward mode: sum over the outputs of a sample of the slope times J v, one sweep for all samples.
+    """
+    with batch.at():
+        z, slope = output_and_slope(batch)
+        z, slope = z.detach(), slope.detach()
+    tangents = JacobianOperator(batch) @ V.T
+    terms = tangents.reshape(*z.shape, len(V)) * slope.unsqueeze(-1).to(tangents)
+    axes = weight_axes(z, per_token=per_token)
+    return terms.flatten(axes, -2).sum(axes) if z.ndim > axes else terms

@@ -1,0 +1,49 @@
+"""Work that a file keeps, so that it goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hessiankit.support.errors import InputError
+from hessiankit.support.files import check_writable, write_bytes
+
+WHO = "influence"
+PAUSE = 5.0
+"""Seconds between two writes: a file of 100 MB takes a tenth of one."""
+
+
+class Work:
+    """What is done so far, by name, and the file that keeps it.
+
+    Args:
+        path: The file; None: nothing is kept.
+        ask: Digest of what is asked, which a file of other work does not have.
+    """
+
+    def __init__(self, path: Path | None, ask: str) -> None:
+        check_writable(WHO, path)
+        self.path, self.ask, self.state, self._time = path, ask, dict[str, Any](), time.perf_counter()
+        if path is not None and path.exists():
+            kept = torch.load(path, weights_only=True)
+            if kept.pop("ask") != ask:
+                raise InputError(f"{WHO}: {path} belongs to another model, data or method; name another file, or remove it")
+            self.state = kept
+
+    def keep(self, **entries: Any) -> None:
+        """Change what is done, and write it unless that was just done."""
+        self.state.update(entries)
+        if time.perf_counter() - self._time > PAUSE:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file."""
+        if self.path is not None:
+            buffer = io.BytesIO()
+            torch.save({**self.state, "ask": self.ask}, buffer)
+            write_bytes(WHO, self.path, buffer.getbuffer())
+        self._time = time.perf_counter()
