@@ -179,11 +179,8 @@ def kfac_peer(s):
 
 # influence ----------------------------------------------------------------------------------------------------------------
 def influence_ours(s):
-    H = hk.hessian_operator(s.model, s.x, s.y, loss="cross_entropy", kind="ggn")
-    solved = H.solve(hk.hessian_operator(s.model, s.points, s.y[:2], loss="cross_entropy").gradient, damping=0.01)
-    samples = hk.jacobian_operator(s.model, s.x)
-    residual = s.model(s.x).softmax(-1) - nn.functional.one_hot(s.y, 3)
-    return ((samples @ solved.x).view(90, 3) * residual).sum(1)
+    train, test = [(s.x, s.y)], [(s.points, s.y[:2])]
+    return hk.influence(s.model, train, test, loss="cross_entropy", method="ekfac", damping=0.01).scores
 
 
 def influence_peer(s):
@@ -343,7 +340,7 @@ TASKS = (
     ),
     Task(
         "influence of 90 samples", classifier, influence_ours, influence_peer, "kronfluence (EKFAC)",
-        ("hk.influence(s.model, s.x, s.y)", "influence_ours(s)"), ("influence_peer(s)",),
+        ("hk.influence(s.model, s.loader, s.loader)", "influence_ours(s)"), ("influence_peer(s)",),
     ),
     Task(
         "one's own closed form in a test", classifier, closed_form_ours, closed_form_peer, "torch",
