@@ -15,22 +15,25 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from figures._kit import FAINT, INK, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
+from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
 from papers.block_diagonal.models import STAGES, Case
 from papers.block_diagonal.study import PARTITIONS, BlockDiagonalReport, interval, read
 
 NAME = Path(__file__).stem
 DATA = Path(__file__).parents[1] / "docs" / f"{NAME}.json"
 KINDS = {"hessian": "Hessian", "ggn": "Gauss-Newton matrix"}
-LOOK = dict(zip((*PARTITIONS, "full", "AdamW"), zip(METHOD_COLOURS, METHOD_MARKS, strict=False), strict=False))
+LOOK = dict(zip((*PARTITIONS, "AdamW", "full"), zip(METHOD_COLOURS, METHOD_MARKS, strict=False), strict=False))
 
 
-def curve(axes: Axes, name: str, x: Sequence[float], seeds: Sequence[Sequence[float]], label: str, dashes: str = "-") -> None:
+def curve(
+    axes: Axes, name: str, x: Sequence[float], seeds: Sequence[Sequence[float]], label: str, dashes: str | None = None
+) -> None:
     """Draw means over seeds with their 95 % intervals."""
     found = [interval(values) for values in seeds]
     colour, mark = LOOK[name]
     means, widths = (np.array([getattr(one, what) for one in found]) for what in ("mean", "half_width"))
-    axes.plot(x, means, color=colour, marker=mark, label=label, linestyle=dashes)
+    line = dashes or ("--" if name == "head" else "-")  # the curve of tensors lies under that of heads
+    axes.plot(x, means, color=colour, marker=mark, label=label, linestyle=line)
     axes.fill_between(x, means - widths, means + widths, color=colour, alpha=0.15, linewidth=0)
 
 
@@ -73,7 +76,7 @@ def draw_losses(axes: Axes, report: BlockDiagonalReport) -> None:
     heading(axes, "optimiser's consequence", "step", "held-out loss, nats")
     for arm, runs in report.losses().items():
         means = np.mean(runs, 0)
-        axes.plot(means, color=LOOK[arm][0] if arm != "full" else INK, label=arm, linestyle="--" if arm == "AdamW" else "-")
+        axes.plot(means, color=LOOK[arm][0], label=arm, linestyle="--" if arm == "AdamW" else "-")
     axes.legend(fontsize=6.5)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from hessiankit.blocks import Transformer
 from papers.block_diagonal.measures import block_solve, partition_labels
 from papers.block_diagonal.models import BATCH, Case, batch, cross_entropy, model_of
 
-ARMS = ("full", "layer", "tensor", "neuron")
+ARMS = ("full", "layer", "tensor", "neuron", "AdamW")
 DAMPINGS = (1e-1, 1.0, 1e1, 1e2)
 RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 HELD_OUT = 64  # sequences, of files that no batch is from
@@ -38,7 +38,7 @@ def loss_of(model: Transformer, x: Tensor, y: Tensor) -> float:
 def gauss_newton_step(model: Transformer, x: Tensor, y: Tensor, other: tuple[Tensor, Tensor], arm: str) -> None:
     """Take one step in place, with the damping that serves the ``other`` batch best."""
     operator = hk.hessian_operator(model, x, y, loss="cross_entropy", kind="ggn")
-    G, gradient = hk.hessian(model, x, y, loss="cross_entropy").outer(), operator.gradient
+    G, gradient = hk.hessian(model, x, y, loss="cross_entropy", lazy=True).outer(), operator.gradient
     numbers = torch.zeros(len(G), dtype=torch.int64) if arm == "full" else partition_labels(operator, model)[arm]
     start, size = parameters_to_vector(model.parameters()).detach(), float(G.diagonal().mean())
     trials = [(loss_of(model, *other), start)]
@@ -56,7 +56,7 @@ def adamw_step(model: Transformer, x: Tensor, y: Tensor, other: tuple[Tensor, Te
     optimizer.step()
 
 
-def losses(case: Case) -> dict[str, list[float]]:
+def losses(case: Case, arms: Sequence[str] = ARMS) -> dict[str, list[float]]:
     """Return the held-out loss before the first step and after each, by arm."""
     held_out = batch(case, HELD_OUT, torch.Generator().manual_seed(1), "validation")
     start = model_of(case)
@@ -68,13 +68,15 @@ def losses(case: Case) -> dict[str, list[float]]:
             found.append(loss_of(model, *held_out))
         return found
 
-    arms = {}
-    for arm in ARMS:
-        arms[arm] = run(partial(gauss_newton_step, arm=arm), copy.deepcopy(start))
-    adam = []
-    for rate in RATES:
-        model = copy.deepcopy(start)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-
-        adam.append(run(partial(adamw_step, optimizer=optimizer), model))
-    return arms | {"AdamW": min(adam, key=lambda values: values[-1])}
+    found = {}
+    for arm in arms:
+        if arm != "AdamW":
+            found[arm] = run(partial(gauss_newton_step, arm=arm), copy.deepcopy(start))
+            continue
+        tried = []
+        for rate in RATES:
+            model = copy.deepcopy(start)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
+            tried.append(run(partial(adamw_step, optimizer=optimizer), model))
+        found[arm] = min(tried, key=lambda values: values[-1])
+    return found

@@ -85,11 +85,11 @@ def test_the_metric_is_that_of_the_optimizer() -> None:
 def test_every_arm_starts_alike_and_descends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimiser, "HELD_OUT", 2)
     found = optimiser.losses(replace(SMALL, steps=2))
-    assert set(found) == {*optimiser.ARMS, "AdamW"}
+    assert tuple(found) == optimiser.ARMS
     assert len({values[0] for values in found.values()}) == 1
     model, (x, y) = model_of(SMALL), probe(SMALL)
     before = optimiser.loss_of(model, x, y)
-    for arm in optimiser.ARMS:
+    for arm in optimiser.ARMS[:-1]:
         one = model_of(SMALL)
         optimiser.gauss_newton_step(one, x, y, (x, y), arm)
         assert optimiser.loss_of(one, x, y) < before
