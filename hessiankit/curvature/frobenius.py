@@ -11,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,8 +178,8 @@ def frobenius_norms(
 
     The matrix is computed by the closed forms of :func:`hessiankit.hessian`: its upper half at once where four times the matrix
     is free and the derivatives fit beside it, else some rows at a time, all those of a parameter together, dropped before the
-    next are computed. Rows of a parameter that exceed a panel are products with unit vectors, as many as a panel holds; each
-    takes about two gradients. The squares of the entries are added up in float64, by pairs of groups.
+    next are computed. Where a block of two parameters exceeds a panel, the first one's rows are products with unit
+    vectors, as many as a panel holds. The squares of the entries are added up in float64, by pairs of groups.
 
     By panels, memory is one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples (for products: of a
     batch) and two numbers for each pair of groups. Panels take up to half of the free memory, because each traces every chunk
@@ -252,11 +253,12 @@ class SquareSums:
         self.within, self.above = (torch.zeros(shape, dtype=wide(device), device=device) for _ in range(2))
         self.loss, self.fallbacks = math.nan, tuple[str, ...]()
 
-    def add(self, parameter: int, first: int, rows: Tensor) -> None:
-        """Add some rows (S, n) of the matrix, from number ``first`` on, that are a parameter's, from its own column on."""
-        start, stop = self.spans[parameter].start, self.spans[parameter].stop
+    def add(self, parameter: int, first: int, rows: Tensor, start: int) -> None:
+        """Add some rows (S, n) of a parameter, from number ``first`` on, in columns from ``start``, its own first or later."""
+        end = start + rows.shape[1]
+        stop = min(max(self.spans[parameter].stop, start), end)
         step = max(1, SLAB // rows.shape[1])
-        for total, left, right in ((self.within, start, stop), (self.above, stop, start + rows.shape[1])):
+        for total, left, right in ((self.within, start, stop), (self.above, stop, end)):
             columns = self.labels[left:right]
             for n, part in enumerate(rows[:, left - start : right - start].split(step)):
                 squares = part.to(total.dtype).square_()
@@ -266,11 +268,11 @@ class SquareSums:
                 total.index_add_(0, self.labels[first + n * step : first + n * step + len(part)], by_column)
 
     def add_panel(self, panel: SymmetricStorage) -> None:
-        """Add all rows of a panel that has all columns from its first row on."""
+        """Add all rows of a panel."""
         for n in panel.rows:
-            rows = self.spans[n]
-            top, left = rows.start - panel.top.start, rows.start - panel.left.start
-            self.add(n, rows.start, panel.data[top : rows.stop - panel.top.start, left:])
+            rows, start = self.spans[n], max(self.spans[n].start, panel.left.start)
+            data = panel.data[rows.start - panel.top.start : rows.stop - panel.top.start, start - panel.left.start :]
+            self.add(n, rows.start, data, start)
 
     def _not_finite(self, parameter: int, left: int, squares: Tensor) -> InputError:
         """Return the error for the first block of a parameter's rows with a square that is not finite."""
@@ -311,28 +313,26 @@ def _by_panels(
     plan = make_plan(batches, evaluation.batch_size, limit or PANEL)
     if limit is None and len(plan.panels) > 1:
         plan = replace(plan, limit=max(PANEL, (available_memory(first.device) - plan.workspace) // 2))
-    parts = [(rows, range(rows.start, len(first.slices))) for rows in dict.fromkeys(rows for rows, _ in plan.panels)]
-    spans = list(first.slices.values())
-    heights = [spans[rows[-1]].stop - spans[rows[0]].start for rows, _ in parts]
-    bytes_of = [
-        h * (first.size - spans[rows[0]].start) * first.dtype.itemsize for h, (rows, _) in zip(heights, parts, strict=True)
-    ]
-    check_workspace(plan.workspace, min(max(bytes_of), int(plan.limit)), first.device)
+    parts, spans = plan.panels, list(first.slices.values())
+    bytes_of = [math.prod(spans[x[-1]].stop - spans[x[0]].start for x in part) * first.dtype.itemsize for part in parts]
+    check_workspace(plan.workspace, min(plan.largest, int(plan.limit)), first.device)
     sums = SquareSums(groups, batches)
     store = None if path is None else SumStore(path, sums, evaluation, kind)
     operator: HessianOperator | None = None
-    for n, (rows, _) in enumerate(parts):
+    for rows, group in groupby(range(len(parts)), lambda n: parts[n][0]):
+        numbers = list(group)
         if store is not None and rows.start < store.parameters:
             continue
-        if bytes_of[n] <= plan.limit:
-            panel, sums.loss, names = evaluation.panel(parts, n, outer=kind != "hessian")
-            sums.add_panel(panel)
-            del panel  # before the next one comes
-        else:
+        if max(bytes_of[n] for n in numbers) > plan.limit:  # a block of two parameters: rows of the first by products
             operator = operator or HessianOperator.of(batches, kind)
             _add_products(sums, operator, rows[0], int(plan.limit))
             sums.loss, names = operator.loss, operator.fallbacks
-            evaluation.tell(n, parts)
+            evaluation.tell(numbers[-1], parts)
+            numbers = []
+        for n in numbers:
+            panel, sums.loss, names = evaluation.panel(parts, n, outer=kind != "hessian")
+            sums.add_panel(panel)
+            del panel  # before the next one comes
         sums.fallbacks = tuple(dict.fromkeys(sums.fallbacks + names))
         if store is not None:
             store.write(rows.stop)
@@ -349,7 +349,7 @@ def _add_products(sums: SquareSums, operator: HessianOperator, parameter: int, l
         count = min(step, span.stop - first)
         units = torch.zeros(count, size, dtype=operator.torch_dtype, device=operator.device)
         units[:, first : first + count].fill_diagonal_(1.0)
-        sums.add(parameter, first, operator._rows(units)[:, span.start :])
+        sums.add(parameter, first, operator._rows(units)[:, span.start :], span.start)
 
 
 class SumStore:
