@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.curvature.dense import Hessian, hessian
     from hessiankit.curvature.diagonal import hessian_diagonal
     from hessiankit.curvature.estimators import scalar_estimates
-    from hessiankit.curvature.frobenius import frobenius_norms
     from hessiankit.curvature.hessian_function import hessian_function
     from hessiankit.curvature.jacobian import JacobianOperator, jacobian_operator
     from hessiankit.curvature.operator import HessianOperator, hessian_operator
@@ -33,7 +32,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.theory.identities import identical
     from hessiankit.tracing.trace import trace_module
     from hessiankit.training.by_partition.approximating import approximations
-    from hessiankit.training.by_partition.landscape import critical_sharpness, spectrum
+    from hessiankit.training.by_partition.landscape import critical_sharpness, frobenius_norms, spectrum
     from hessiankit.training.depth import depth_diagnostics, replace_norms
     from hessiankit.training.influence import RecordedRun, influence
     from hessiankit.training.monitoring import Monitor
@@ -49,12 +48,11 @@ _NAMES = {
     "curvature.dense": "Hessian hessian",
     "curvature.diagonal": "hessian_diagonal",
     "curvature.estimators": "scalar_estimates",
-    "curvature.frobenius": "frobenius_norms",
     "curvature.hessian_function": "hessian_function",
     "curvature.jacobian": "JacobianOperator jacobian_operator",
     "curvature.operator": "HessianOperator hessian_operator",
     "training.by_partition.approximating": "approximations",
-    "training.by_partition.landscape": "critical_sharpness spectrum",
+    "training.by_partition.landscape": "critical_sharpness frobenius_norms spectrum",
     "training.depth": "depth_diagnostics replace_norms",
     "training.influence": "RecordedRun influence",
     "training.monitoring": "Monitor",

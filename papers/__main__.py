@@ -14,6 +14,7 @@ from hessiankit.cli.options import File, Json, Output, Seed
 from hessiankit.cli.program import FAILED, OK, answer, program
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_json, write_text
+from papers.block_diagonal import study
 from papers.commands import attack, bounds
 from papers.experiments import placements, tune_lr
 
@@ -42,7 +43,7 @@ class Chosen:
         markdown: Also write the rows as Markdown (docs/claims.md: with run).
     """
 
-    paper: Literal["curvature-gap", "sharpness-disparity", "curse-of-depth", "hybridnorm", "ours"] | None = None
+    paper: Literal["curvature-gap", "sharpness-disparity", "curse-of-depth", "hybridnorm", "block-diagonal", "ours"] | None = None
     verdict: str | None = None
     id: str | None = None
     html: File | None = None
@@ -59,6 +60,7 @@ def app() -> App:
     """Return the program with its commands."""
     fails = "a verdict is not reproduced, or a valid bound is exceeded"
     commands = {"bounds": bounds.app, "attack": attack.app, "tune-lr": tune_lr.app, "placements": placements.app}
+    commands["block-diagonal"] = study.app
     top = program("python -m papers", "The papers' statements, and experiments.", commands, EXAMPLES, fails)
     top.command(list_rows, name="list")
     top.command(show_row, name="show")

@@ -81,6 +81,12 @@ PAPERS: dict[str, Paper] = {
     ),
     "curse-of-depth": Paper("The Curse of Depth in Large Language Models", "Sun et al. 2025", "2502.05795", "curse_of_depth"),
     "hybridnorm": Paper("HybridNorm", "Zhuo et al. 2025", "2503.04598", "hybridnorm"),
+    "block-diagonal": Paper(
+        "Is a transformer's Hessian block-diagonal?",
+        "Dong et al. 2025 (arXiv:2505.02809), Abreu et al. 2025 (arXiv:2510.09378), Granziol and Juarev 2026 (arXiv:2602.00816)",
+        "",
+        "block_diagonal",
+    ),
     "ours": Paper("Statements of this code base", "", "", "ours"),
 }
 """By the first part of the ids of their rows."""

@@ -274,6 +274,12 @@ class Evaluation:
         self._of_panels = [batch.unchecked() for batch in self.batches]
         return panel, loss, fallbacks
 
+    def tell(self, n: int, parts: Sequence[tuple[range, range]]) -> None:
+        """Report the samples of the n-th panel as done, for a caller that computed it itself."""
+        samples = sum(batch.n_samples for batch in self.batches)
+        if self.progress is not None:
+            self.progress((n + 1) * samples, len(parts) * samples)
+
     def _add_all(
         self, matrix: SymmetricStorage, batches: Sequence[BatchLoss], progress: Progress | None, look: Look | None, *, outer: bool
     ) -> tuple[float, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Blocks of a symmetric operator as operators: any rows and columns, and the block-diagonal part of any grouping."""
+"""Blocks of a symmetric operator as operators: any rows and columns, the block-diagonal part of any grouping, and groupings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.request.selection import chosen
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 
 Partition: TypeAlias = Callable[[nn.Module | None, Collection[str]], Mapping[str, Any]]
 """A function of the module (None of an operator alone) and of its parameters' names: group -> what :func:`positions` takes."""
+BY = ("parameter",)
+"""Words for groups that need no module."""
 
 
 class SubOperator(TensorOperator):
@@ -52,7 +54,7 @@ class SubOperator(TensorOperator):
 class BlockDiagonalOperator(SymmetricOperator):
     """The block-diagonal part of a symmetric operator A; made by ``operator.block_diagonal(groups)``.
 
-    A product takes one product with A for each block; entries in no block are multiplied by zero.
+    A product takes one product with A for each block, many together; entries in no block are multiplied by zero.
 
     Attributes:
         groups: Name -> positions of the block's entries.
@@ -62,19 +64,36 @@ class BlockDiagonalOperator(SymmetricOperator):
         super().__init__((whole.shape[0], whole.shape[1]), whole.torch_dtype, whole.device)
         self.whole, self.block_size = whole, whole.block_size
         self.groups = {name: at.to(whole.device) for name, at in groups.items()}
-        taken = torch.zeros(whole.shape[0], dtype=torch.int64, device=whole.device)
-        for at in self.groups.values():
-            taken[at] += 1
-        if bool((taken > 1).any()):
-            twice = int((taken > 1).nonzero()[0])
-            names = [name for name, at in self.groups.items() if bool((at == twice).any())]
-            raise InputError(f"block_diagonal: groups {names[0]!r} and {names[1]!r} share entry {twice}; pass disjoint groups")
+        self._labels = labels("block_diagonal", self.groups, whole.shape[0]).to(whole.device)
 
     def _rows(self, rows: Tensor) -> Tensor:
         out = torch.zeros_like(rows)
-        for at in self.groups.values():
-            out[:, at] = SubOperator(self.whole, at, at)._rows(rows[:, at])
+        count = max(1, self.block_size // max(1, len(rows)))
+        for numbers in torch.arange(len(self.groups), device=rows.device).split(count):
+            masks = self._labels == numbers.unsqueeze(1)  # (blocks, P): each vector is cut into its parts in the blocks
+            products = self.whole._rows((rows.unsqueeze(1) * masks).flatten(0, 1))
+            out += (products.reshape(len(rows), len(numbers), -1) * masks).sum(1)
         return out
+
+
+def labels(who: str, groups: Mapping[str, Tensor], size: int) -> Tensor:
+    """Return the number of each entry's group, (P,); the number of groups for an entry in none.
+
+    Raises:
+        InputError: Two groups share an entry.
+
+    >>> labels("example", {"a": torch.tensor([0, 2]), "b": torch.tensor([3])}, 4).tolist()
+    [0, 2, 0, 1]
+    """
+    numbers = torch.full((size,), len(groups), device="cpu")
+    for n, (name, at) in enumerate(groups.items()):
+        taken = (numbers[at.cpu()] < n).nonzero()
+        if len(taken):
+            entry = int(at[taken[0]])
+            other = list(groups)[int(numbers[entry])]
+            raise InputError(f"{who}: groups {other!r} and {name!r} share entry {entry}; pass disjoint groups")
+        numbers[at.cpu()] = n
+    return numbers
 
 
 def groups_by(who: str, by: Any, module: nn.Module | None, names: Collection[str]) -> Mapping[str, Any]:
@@ -100,3 +119,35 @@ def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slic
     parts = chosen(who, wanted, shapes)
     every = [torch.arange(slices[name].start, slices[name].stop, device="cpu") for name in parts]
     return torch.cat([at if rows is None else at[rows] for at, rows in zip(every, parts.values(), strict=True)]).unique()
+
+
+def groups_of(who: str, by: str | Mapping[str, Any] | Partition, operator: Any, module: nn.Module | None) -> dict[str, Tensor]:
+    """Return the rows of each group in an operator, or in anything else with ``slices`` and ``shapes``, ascending.
+
+    ``by`` is one of :data:`BY`; or group -> names, patterns or slices; or name -> group; or a partition that gives one of these.
+
+    >>> layer = nn.Linear(2, 1).double()
+    >>> from hessiankit import hessian_operator
+    >>> H = hessian_operator(layer, torch.ones(1, 2).double(), torch.zeros(1, 1).double())
+    >>> {name: rows.tolist() for name, rows in groups_of("example", {"first": ["weight[:, 0]"], "all": "*"}, H, None).items()}
+    {'first': [0], 'all': [0, 1, 2]}
+    >>> groups_of("example", {"bias": "both", "weight": "both"}, H, None)
+    {'both': tensor([0, 1, 2])}
+    >>> groups_of("example", lambda module, names: {name.upper(): name for name in names}, H, layer)
+    {'WEIGHT': tensor([0, 1]), 'BIAS': tensor([2])}
+    """
+    if not hasattr(operator, "slices"):
+        raise InputError(f"{who}: by needs parameters by name, which a {type(operator).__name__} does not have; leave it out")
+    if isinstance(by, str):
+        check_name(who, "by", by, BY)
+        return {name: torch.arange(rows.start, rows.stop, device="cpu") for name, rows in operator.slices.items()}
+    members: dict[str, list[Tensor]] = {}
+    for key, value in groups_by(who, by, module, operator.slices).items():
+        if not isinstance(key, str):
+            raise InputError(f"{who}: by has the key {key!r}; expected names of groups, or of parameters")
+        of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.aliases or "[" in key)
+        group, names = (value, key) if of_names else (key, value)
+        members.setdefault(group, []).append(positions(who, names, operator.shapes, operator.slices))
+    if not members:
+        raise InputError(f"{who}: by has no group; name some")
+    return {name: torch.cat(rows).unique() for name, rows in members.items()}

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hessiankit.curvature.operator import HessianOperator
-from hessiankit.curvature.suboperators import Partition
-from hessiankit.landscape.groups import groups_of
+from hessiankit.curvature.suboperators import Partition, groups_of
 from hessiankit.landscape.optimizer_states import Optimizers, listed, name_of, places_of
 from hessiankit.landscape.slices import loss_around
 from hessiankit.request.read import read_request
@@ -154,7 +153,7 @@ def critical_sharpness(
     start = time.perf_counter()
     batches = read_request(module, inputs, target, **asked).together()
     operator = HessianOperator.of(batches, "hessian")
-    groups = {} if by is None else groups_of(by, operator, module)
+    groups = {} if by is None else groups_of(WHO, by, operator, module)
     parameters = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):
         loss_at = loss_around(batches)

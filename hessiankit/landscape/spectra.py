@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.solving import SymmetricOperator
-from hessiankit.curvature.suboperators import Partition, SubOperator
+from hessiankit.curvature.suboperators import Partition, SubOperator, groups_of
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.landscape.density import DIRECTIONS, STEPS, SpectralMeasure
-from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.preconditioner import PreconditionedOperator, Preconditioner, preconditioner_of
 from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.request.signature import RequestArguments, asks
@@ -191,7 +190,7 @@ def spectrum(
         loss=float(getattr(operator, "loss", math.nan)),
     )
     model = module if isinstance(module, nn.Module) else None
-    groups = {} if by is None else groups_of(by, operator, model)
+    groups = {} if by is None else groups_of(WHO, by, operator, model)
     P = None if preconditioner is None else preconditioner_of(WHO, preconditioner, matrix, model)
     with progress_bar() if progress else nullcontext(silent) as tell:
         result = _spectrum("whole", matrix, P, plan, tell)

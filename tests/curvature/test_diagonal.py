@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hessiankit.curvature import evaluation, frobenius
 from hessiankit.curvature.frobenius import FrobeniusNorms
 from hessiankit.engine import diagonal_sum, parts, sweep
 from hessiankit.support import memory
+from hessiankit.training.by_partition.partitions import heads
 
 DIAGONAL = {"hessian_diagonal": READINGS["hessian_diagonal"]}
 
@@ -302,3 +304,122 @@ def test_by_panels_where_the_derivatives_do_not_fit_beside_the_matrix(monkeypatc
     found = frobenius_norms(module, ROWS, TARGET)
     assert len(panels) == 1
     assert_norms(found, expected)
+
+
+class Tied(nn.Module):
+    """A language model of one block with heads, biases and a tied head: no group is one range of entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = hk.Transformer(5, 4, 6, 1, n_heads=2, placement="pre", activation="gelu", causal=True, max_len=3, bias=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+
+TOKENS = torch.tensor([[0, 1, 4], [2, 2, 1]])
+WORDS = torch.tensor([[1, 4, 3], [2, 1, 0]])
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def matrix_of(module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """The Hessian by reverse over reverse, and the number of every entry in it, in the shape of its parameter."""
+    numbers, start = {}, 0
+    for name, p in module.named_parameters():
+        numbers[name] = torch.arange(start, start + p.numel()).reshape(p.shape)
+        start += p.numel()
+    return reverse_over_reverse(module, TOKENS, WORDS, cross_entropy), numbers
+
+
+HEAD_1 = [f"model.blocks.0.attention.W_{role}" for role in "QKV"]
+GROUPS: dict[str, tuple[Any, str, Any, int]] = {
+    "neuron": ("neuron", "model.blocks.0.feedforward.W_1[2]", lambda n: [n[FFN + "W_1"][:, 2], n[FFN + "b_1"][2:3]], 46),
+    "row of a table": ("neuron", "model.embedding.W_E[4]", lambda n: [n["model.embedding.W_E"][4]], 46),
+    "head": ("head", "model.blocks.0.attention.head_1", lambda n: [n[name][:, 2:4] for name in HEAD_1], 15),
+    "module": ("module", "model.blocks.0.norm_2", lambda n: [n["model.blocks.0.norm_2." + x] for x in ("weight", "bias")], 6),
+    "layer": ("layer", "layer 0", lambda n: [x for name, x in n.items() if "blocks.0." in name], 2),
+    "type": ("type", "QK", lambda n: [n["model.blocks.0.attention.W_" + x] for x in "QK"], 5),
+    "labels": ({"a": ["*.W_O[0]", "*.P"]}, "a", lambda n: [n[ATTENTION + "W_O"][0], n["model.embedding.P"]], 1),
+}
+FFN, ATTENTION = "model.blocks.0.feedforward.", "model.blocks.0.attention."
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("panel_bytes", [None, 1, 4000], ids=["at once", "a row at a time", "by panels and products"])
+def test_norms_by_partition(name: str, panel_bytes: int | None) -> None:
+    by, group, members, count = GROUPS[name]
+    module = randomised(Tied())
+    expected, numbers = matrix_of(module)
+    at = torch.cat([x.reshape(-1) for x in members(numbers)])
+    found = frobenius_norms(module, TOKENS, WORDS, loss="cross_entropy", by=by, panel_bytes=panel_bytes)
+    assert (len(found.groups), found.groups[group]) == (count, len(at))
+    assert found.block(group, group) == pytest.approx(float(expected[at][:, at].norm()), rel=1e-11)
+    assert found.whole == pytest.approx(float(expected.norm()), rel=1e-12)
+    if sum(found.groups.values()) == len(expected):
+        assert found.rows(group) == pytest.approx(float(expected[at].norm()), rel=1e-11)
+        assert float(found.matrix.norm()) == pytest.approx(found.whole, rel=1e-12)
+
+
+def test_share_of_the_diagonal_blocks_and_products_with_them() -> None:
+    module = randomised(Tied())
+    expected, _ = matrix_of(module)
+    found = frobenius_norms(module, TOKENS, WORDS, loss="cross_entropy", by="head")
+    groups = heads(module, [name for name, _ in module.named_parameters()])
+    operator = hk.hessian_operator(module, TOKENS, WORDS, loss="cross_entropy", block_size=4)
+    D = operator.block_diagonal(groups)
+    v = draw(len(expected), 3)
+    products = torch.zeros_like(v)
+    for at in D.groups.values():
+        products[at] = expected[at][:, at] @ v[at]
+    assert float((D @ v - products).abs().max()) <= 1e-10 * float(products.abs().max())
+    mask = torch.zeros_like(expected)
+    for at in D.groups.values():
+        mask[at.unsqueeze(1), at] = 1.0
+    share = float((mask * expected).square().sum() / expected.square().sum())
+    assert 0.1 < share < 0.9
+    assert found.diagonal_share == pytest.approx(share, rel=1e-11)
+    assert f"diagonal blocks: {100 * share:.3g} % of the squares, {len(groups)} groups" in found.table()
+
+
+def test_interrupted_norms_resume(tmp_path: Path) -> None:
+    module, path, steps = six(), tmp_path / "sums.npz", list[int]()
+    expected = frobenius_norms(module, ROWS, TARGET, by="neuron", panel_bytes=400)
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"by": "neuron", "panel_bytes": 400, "resume": path}
+    with pytest.raises(KeyboardInterrupt):
+        frobenius_norms(module, ROWS, TARGET, progress=interrupt, **options)
+    found = frobenius_norms(module, ROWS, TARGET, progress=lambda done, total: steps.append(done), **options)
+    assert min(steps) > 3
+    assert torch.equal(found.matrix, expected.matrix)
+    assert (found.whole, found.loss) == (expected.whole, expected.loss)
+    calls = [
+        (lambda: frobenius_norms(module, 2 * ROWS, TARGET, **options), "holds the sums of another matrix"),
+        (lambda: frobenius_norms(module, ROWS, TARGET, **{**options, "by": "head"}), "holds the sums of another matrix"),
+        (lambda: frobenius_norms(six(bias=True), ROWS, TARGET, **options), "holds the sums of another matrix"),
+        (lambda: frobenius_norms(module, ROWS, TARGET, resume=tmp_path / "sums.pt"), r"pass a path that ends in '\.npz'"),
+        (lambda: frobenius_norms(module, ROWS, TARGET, by="class"), "by='class' is not known; choose one of parameter, neuron"),
+        (lambda: frobenius_norms(module, ROWS, TARGET, by={"a": "*.W_1", "b": "*.W_1[0]"}), "groups 'a' and 'b' share entry"),
+        (lambda: expected.block("neuron", "neuron"), "FrobeniusNorms.block: name='neuron' is not known"),
+    ]
+    for call, message in calls:
+        with pytest.raises(hk.InputError, match=message):
+            call()
+    path.write_bytes(b"PK broken")
+    with pytest.raises(hk.InputError, match="holds no sums of panels"):
+        frobenius_norms(module, ROWS, TARGET, **options)
+
+
+def test_rows_by_products_of_what_is_not_finite() -> None:
+    module = Formula(lambda m, x: (x @ m.W).abs().sqrt() + m.b, W=(3, 2), b=(2,))
+    with torch.no_grad():
+        module.W[:, 1] = 0.0
+    for options in ({}, {"panel_bytes": 1}):
+        with pytest.raises(hk.InputError, match=r"frobenius_norms: .*(NaN or infinite|not finite)"):
+            frobenius_norms(module, draw(2, 3), draw(2, 2), **options)

@@ -60,6 +60,7 @@ RUNS = {
 CURVATURE = {
     "analytic_minus_empirical": Small(".png .csv .json"),
     "approximations": Small(".png .csv .json _tables.md", lambda m: {"QUICK": m.Settings(("pre",), (0, 1), 4, 4, 6, 2)}),
+    "block_diagonal": Small(".png _trend.png .csv"),
     "block_rows": Small(".png .csv"),
     "bounds_over_truth": Small(".png .json .md", lambda m: {"QUICK": m.Settings(1, (0, 2), (3,), 1, ("hybridnorm",), 1)}),
     "curvature_gap_3_4": Small(".png .csv _norms_after.png _norms_after.csv _growth.png _growth.csv _verdicts.json"),

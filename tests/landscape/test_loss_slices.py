@@ -406,7 +406,7 @@ BAD_STEPS = {
     ),
     "passes": (lambda m: SGD(m.parameters(), lr=0.1), {"passes": 1}, "passes=1"),
     "infinite": (lambda m: SGD(m.parameters(), lr=math.inf), {}, "the next step of SGD is NaN or infinite"),
-    "by": (lambda m: SGD(m.parameters(), lr=0.1), {"by": "head"}, "by='head' is not known"),
+    "by": (lambda m: SGD(m.parameters(), lr=0.1), {"by": "class"}, "by='class' is not known"),
 }
 
 

@@ -294,7 +294,7 @@ BAD = {
     "empty": (lambda op: hk.spectrum(op, by={"a": []}), "an empty list selects no parameter"),
     "width": (lambda op: hk.spectrum(op, k=1).density(width=0.0), "width=0.0"),
     "inputs beside an operator": (lambda op: hk.spectrum(op, X), "an operator has its data"),
-    "by": (lambda op: hk.spectrum(op, by="head"), "by='head' is not known; choose one of parameter, layer, type"),
+    "by": (lambda op: hk.spectrum(op, by="class"), "by='class' is not known; choose one of parameter, neuron, head, "),
     "by of a class": (lambda op: hk.spectrum(op, by=nn.ReLU), "a partition gives a type; pass a dict"),
     "by without groups": (lambda op: hk.spectrum(op, by=lambda module, names: None), "a partition gives a NoneType; pass a dict"),
     "by without module": (lambda op: hk.spectrum(op, by="type"), "read from the module"),

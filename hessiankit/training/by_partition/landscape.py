@@ -1,4 +1,4 @@
-"""Spectra and steps by layer and by block type: the calls of the landscape, with words for these partitions."""
+"""Spectra, steps and norms by neuron, head, layer, ...: calls of the core, with words for these partitions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch  # noqa: F401  # names of the examples in the docstrings of the core's calls
 from torch import nn  # noqa: F401
 
+from hessiankit.curvature import frobenius
+from hessiankit.curvature.suboperators import BY
 from hessiankit.landscape import critical, spectra
-from hessiankit.landscape.groups import BY
 from hessiankit.support.errors import check_name
-from hessiankit.training.by_partition.partitions import layers, members, translated, types
+from hessiankit.training.by_partition.partitions import heads, layers, members, modules, neurons, translated, types
 
-WORDS = {"layer": layers, "type": types}
+WORDS = {"neuron": neurons, "head": heads, "module": modules, "layer": layers, "type": types}
 
 
 def partition_of(who: str, by: Any) -> Any:
@@ -31,8 +32,10 @@ def partition_of(who: str, by: Any) -> Any:
 
 
 if TYPE_CHECKING:  # checkers and the reference show the calls of the core
+    from hessiankit.curvature.frobenius import frobenius_norms as frobenius_norms
     from hessiankit.landscape.critical import critical_sharpness as critical_sharpness
     from hessiankit.landscape.spectra import spectrum as spectrum
 else:
     critical_sharpness = translated(__name__, critical.critical_sharpness, "by", partial(partition_of, critical.WHO))
+    frobenius_norms = translated(__name__, frobenius.frobenius_norms, "by", partial(partition_of, frobenius.WHO))
     spectrum = translated(__name__, spectra.spectrum, "by", partial(partition_of, spectra.WHO))

@@ -1,4 +1,4 @@
-"""Partitions of a model's parameters by layer and by block type, as calls of the core take them."""
+"""Partitions of a model's parameters by neuron, head, module, layer and block type, as calls of the core take them."""
 
 from __future__ import annotations
 
@@ -62,6 +62,60 @@ def layers(module: nn.Module | None, names: Collection[str]) -> dict[str, list[s
             index = blocks_of_model.index(owner.path)
             block = "outside" if index is None else f"layer {index}"
             groups.setdefault(block if blocks_of_model.paths else owner.path or "outside", []).append(name)
+    return groups
+
+
+def modules(module: nn.Module | None, names: Collection[str]) -> dict[str, list[str]]:
+    """Return path of a module -> the parameters that it holds itself; a tied parameter belongs to the first."""
+    from hessiankit.training.partition.findings import owners
+
+    groups: dict[str, list[str]] = {}
+    for name, (owner, *_) in owners(_given(module, "module")).items():
+        if name in names:
+            groups.setdefault(owner.path or "outside", []).append(name)
+    return groups
+
+
+def heads(module: nn.Module | None, names: Collection[str]) -> dict[str, list[str]]:
+    """Return attention and head -> queries, keys and values of that number; each other parameter is a group of its own.
+
+    Entries of a parameter with heads that belong to no head, such as a fused output, are in no group.
+
+    >>> groups = heads(nn.MultiheadAttention(4, 2, bias=False), ["in_proj_weight", "out_proj.weight"])
+    >>> groups["head_1"], groups["out_proj.weight"]
+    (['in_proj_weight[2:4]', 'in_proj_weight[6:8]', 'in_proj_weight[10:12]'], ['out_proj.weight'])
+    """
+    from hessiankit.training.partition import named_slices
+
+    groups: dict[str, list[str]] = {}
+    divided = set()
+    for label, part in named_slices(_given(module, "head"), heads=True).items():
+        *path, head, _ = label.split(".")
+        parameter = part.partition("[")[0]
+        if parameter in names and head.startswith("head_"):
+            groups.setdefault(".".join([*path[:-1], head]), []).append(part)  # without the role
+            divided.add(parameter)
+    return groups | {name: [name] for name in names if name not in divided}
+
+
+def neurons(module: nn.Module | None, names: Collection[str]) -> dict[str, list[str]]:
+    """Return weight and number of an output -> the weights and the bias of that output, an entry of a norm, a row of a table.
+
+    >>> neurons(nn.Linear(2, 3), ["weight", "bias"])["weight[1]"]
+    ['weight[1]', 'bias[1]']
+    """
+    from hessiankit.training.partition.findings import owners
+    from hessiankit.training.partition.modules import output_axis
+
+    groups: dict[str, list[str]] = {}
+    for name, (owner, *_) in owners(_given(module, "neuron")).items():
+        if name in names:
+            p = owner.module.get_parameter(owner.leaf)
+            axis = output_axis(owner.module, owner.leaf)
+            weight = name.removesuffix(owner.leaf) + owner.leaf.replace("bias", "weight").replace("b_", "W_")
+            for k in range(p.shape[axis] if p.ndim else 1):
+                part = f"{':, ' * axis}{k}"
+                groups.setdefault(f"{weight}[{k}]", []).append(f"{name}[{part}]" if p.ndim else name)
     return groups
 
 

@@ -22,6 +22,8 @@ from hessiankit.training.partition.findings import Finding, Owner
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase, GroupNorm)
 
+_HEADS = (TokenHead, ClassHead, MeanPoolHead)
+
 
 def is_lookup(module: nn.Module) -> bool:
     """Whether a module looks up rows of its weight."""
@@ -32,6 +34,19 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear map with a ``weight``: nn.Linear, a convolution, GPT-2's Conv1D, and similar."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.ndim >= 2 and not is_lookup(module) and not isinstance(module, _NORMS)
+
+
+def output_axis(module: nn.Module, leaf: str) -> int:
+    """Return the axis of a module's parameter along which its outputs lie; of a table the axis of its rows.
+
+    hessiankit's blocks multiply X W, as GPT-2's Conv1D does; torch's layers multiply X W^T.
+
+    >>> output_axis(nn.Linear(2, 3), "weight"), output_axis(FeedForward(2, 3), "W_1"), output_axis(FeedForward(2, 3), "b_1")
+    (0, 1, 0)
+    """
+    is_block = isinstance(module, (Attention, FeedForward, PatchEmbedding, *_HEADS)) and leaf.startswith("W_")
+    is_conv1d = type(module).__name__ == "Conv1D" and leaf == "weight"
+    return 1 if is_block or is_conv1d else 0
 
 
 def is_norm(module: nn.Module) -> bool:

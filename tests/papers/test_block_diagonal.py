@@ -1,0 +1,136 @@
+"""The study of block-diagonal curvature: its measures against masks and inverses, its command, and the committed result."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hessiankit as hk
+from hessiankit.support.files import fill
+from papers.__main__ import main
+from papers.block_diagonal import measures, optimiser, study
+from papers.block_diagonal.models import STAGES, Case, model_of, probe, trained
+
+DOCS = Path(__file__).parents[2] / "docs"
+SMALL = Case(6, layers=1, d_model=4, steps=60, sequences=2, length=4)
+NUMBERS = torch.tensor([0, 1, 0, 2, 1, 1])
+
+
+def curvature() -> Tensor:
+    """A positive definite matrix without zeros."""
+    A = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return A @ A.T
+
+
+def test_measures_are_those_of_the_masked_matrix() -> None:
+    A, partitions = curvature(), {"a": NUMBERS}
+    D = torch.where(NUMBERS[:, None] == NUMBERS, A, 0.0)
+    v = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    assert measures.shares(A, partitions)["a"] == pytest.approx(float(D.square().sum() / A.square().sum()), rel=1e-12)
+    assert measures.kept(A, v, partitions)["a"] == pytest.approx(float((v @ D @ v) / (v @ A @ v)), rel=1e-12)
+    assert measures.areas(partitions)["a"] == pytest.approx(14 / 36, rel=1e-12)
+    x = measures.block_solve(A, NUMBERS, v, 0.5)
+    assert torch.allclose(x, torch.linalg.solve(D + 0.5 * torch.eye(6), v), rtol=1e-10)
+    largest = float(torch.linalg.eigvalsh(A)[-1])
+    assert measures.top_pair(A)[0] == pytest.approx(largest, rel=1e-10)
+    damping = measures.DAMPING * largest * torch.eye(6)
+    exact, block = (torch.linalg.solve(M + damping, v) for M in (A, D))
+    found = measures.step_errors(A, v, partitions, largest)
+    assert found["cosine"]["a"] == pytest.approx(float(block @ exact / (block.norm() * exact.norm())), rel=1e-6)
+    assert found["error"]["a"] == pytest.approx(float((block - exact).norm() / exact.norm()), rel=1e-6)
+
+
+def test_streamed_shares_are_those_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, (_, model, adamw) = trained(SMALL)
+    dense = measures.measured(model, adamw, *probe(SMALL), seed=0)
+    assert dense["row_error"] < 1e-12
+    monkeypatch.setattr(measures, "DENSE", 1)
+    streamed = measures.measured(model, adamw, *probe(SMALL), seed=0)
+    for kind in ("hessian", "ggn"):
+        for name, share in dense["matrices"][kind]["share"].items():
+            assert streamed["matrices"][kind]["share"][name] == pytest.approx(share, rel=1e-10)
+            assert dense["area"][name] < share < 1 or name == "layer"
+
+
+def test_a_wrong_row_is_refused() -> None:
+    model, (x, y) = model_of(SMALL), probe(SMALL)
+    H = hk.hessian(model, x, y, loss="cross_entropy").matrix
+    assert measures.check_rows(model, x, y, {"hessian": H}, 0) < 1e-12
+    with pytest.raises(hk.InputError, match=r"rows differ from jvp\(grad\) by .* of the largest entry, above 1e-10"):
+        measures.check_rows(model, x, y, {"hessian": H + 1e-9 * H.abs().max()}, 0)
+
+
+def test_the_metric_is_that_of_the_optimizer() -> None:
+    """Shares of the matrix with respect to u, theta = P^(-1/2) u, P from AdamW's state by hand."""
+    stages = trained(SMALL)
+    next(stages)
+    _, model, adamw = next(stages)
+    x, y = probe(SMALL)
+    found = measures.measured(model, adamw, x, y, seed=0)["matrices"]["hessian in AdamW's metric"]["share"]["tensor"]
+    state = [adamw.state[p] for p in model.parameters()]
+    v = torch.cat([(s["exp_avg_sq"] / (1 - 0.95 ** float(s["step"]))).reshape(-1) for s in state])
+    scale = (v.sqrt() + 1e-8).rsqrt()
+    A = scale[:, None] * hk.hessian(model, x, y, loss="cross_entropy").matrix * scale
+    sizes = [p.numel() for p in model.parameters()]
+    blocks = [rows.split(sizes, 1)[n] for n, rows in enumerate(A.split(sizes))]
+    assert found == pytest.approx(sum(float(b.square().sum()) for b in blocks) / float(A.square().sum()), rel=1e-9)
+
+
+def test_every_arm_starts_alike_and_descends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimiser, "HELD_OUT", 2)
+    found = optimiser.losses(replace(SMALL, steps=2))
+    assert tuple(found) == optimiser.ARMS
+    assert len({values[0] for values in found.values()}) == 1
+    model, (x, y) = model_of(SMALL), probe(SMALL)
+    before = optimiser.loss_of(model, x, y)
+    for arm in optimiser.ARMS[:-1]:
+        one = model_of(SMALL)
+        optimiser.gauss_newton_step(one, x, y, (x, y), arm)
+        assert optimiser.loss_of(one, x, y) < before
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Few(study.Preset):
+        def cases(self) -> list[Case]:
+            return [replace(SMALL, seed=seed) for seed in range(2)]
+
+    monkeypatch.setitem(study.PRESETS, "tiny", Few((6,), (1,), 4, 60, 2, 1, 0))
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n<!-- runs -->old<!-- /runs -->\n")
+    command = [
+        "block-diagonal",
+        "--jobs",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--data",
+        str(tmp_path / "a.json"),
+        "--markdown",
+        str(page),
+    ]
+    assert main(command) == 0
+    assert "2 runs of the preset tiny" in capsys.readouterr().out
+    report = study.read(tmp_path / "a.json")
+    values = report.values(SMALL, STAGES[-1], "hessian", "share", "neuron")
+    assert len(set(values)) == 2
+    mean = sum(values) / 2
+    assert f"{mean:.2f} ± " in page.read_text()
+    lines = (tmp_path / "tiny.jsonl").read_text()
+    assert main(command) == 0
+    assert (tmp_path / "tiny.jsonl").read_text() == lines  # nothing was computed anew
+
+
+def test_the_page_is_of_the_committed_measures() -> None:
+    stored: Any = json.loads((DOCS / "block_diagonal.json").read_text(encoding="utf-8"))
+    report = study.read(DOCS / "block_diagonal.json")
+    tasks = {*(r.task.case for r in report.results if r.task.what == "curvature")}
+    assert tasks == set(study.PRESETS[stored["preset"]].cases())
+    assert report.row_error < measures.TOLERANCE
+    page = (DOCS / "block_diagonal.md").read_text(encoding="utf-8")
+    assert fill(page, study.sections(report)) == page
