@@ -79,8 +79,8 @@ def classes_transformer(seed: int) -> Evidence:
 
 @claim("layerwise-gauss-newton", "arXiv:2510.09378, abstract", "OPEN")
 def layerwise_gauss_newton(seed: int) -> Evidence:
-    """A layerwise Gauss-Newton preconditioner, which ignores information between layers, nearly matches the full one in
-    iterations."""
+    """A layerwise Gauss-Newton preconditioner, which ignores information between layers, nearly matches the performance of the
+    full one."""
     found = losses(Case(32, d_model=4, steps=LAST, seed=seed), arms=("full", "layer"))
     layer, full = found["layer"], found["full"]
     early = (layer[0] - layer[FIRST]) / (full[0] - full[FIRST])
