@@ -132,12 +132,18 @@ class ModuleState:
     def check_shared(self, caller: str) -> None:
         """Raise an error if the values of a shared parameter have changed since."""
         parameters = dict(self.module.named_parameters()) if self._marks else {}
-        for name, mark in _marks({name: self.values[name] for name in self._marks}).items():
-            if mark != self._marks[name] or name not in parameters or parameters[name].data_ptr() != self.values[name].data_ptr():
+        present = {name: self.values[name] for name in self._marks if self._is_in_place(name, parameters.get(name))}
+        marks = _marks(present)
+        for name, mark in self._marks.items():
+            if marks.get(name) != mark:
                 raise InputError(
                     f"{caller}: the parameter {name!r} has been given other values since; make it anew for these, or let it keep "
                     "a copy of the parameters: snapshot=True"
                 )
+
+    def _is_in_place(self, name: str, parameter: Tensor | None) -> bool:
+        """Tell whether a shared parameter is the module's still, in the same memory: FSDP puts another in its place."""
+        return parameter is self._tensors[name][0] and parameter.data_ptr() == self.values[name].data_ptr()
 
     def changed_attribute(self) -> str | None:
         """Return what else a call has changed: an attribute, an entry of a list, a variable of a closure; None if nothing."""

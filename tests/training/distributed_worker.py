@@ -229,7 +229,7 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
         ("the weights of the ranks' batches are unknown with unknown", operator(plain, data, loss=unknown)),
         (labels_lie, operator(plain, wrong)),
     ]
-    whole = "the module is sharded (FSDPModule), and only part of its values is here; pass a whole copy"
+    whole = "the module is sharded (FSDPModule), and only part of its values is here; use hessiankit.training.distributed"
     of_one_process: dict[str, Any] = {name: [] for name in ("hessian", "check")}
     for is_called in (False, True):
         spread = sharded(model()).eval()
