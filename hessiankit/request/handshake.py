@@ -18,7 +18,7 @@ from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.loss_trace import call_and_loss
 from hessiankit.support.errors import TraceError
 from hessiankit.support.tables import two_numbers
-from hessiankit.support.torch_state import read_numbers
+from hessiankit.support.torch_state import has_memory, is_narrow, read_numbers
 from hessiankit.tracing.graph import NUMBER
 from hessiankit.tracing.recording import leaves_course
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
@@ -282,7 +282,7 @@ def _noise(batch: BatchLoss, names: Iterable[str], eps: float) -> dict[str, floa
     rng = torch.Generator().manual_seed(0)
     unchecked, step = batch.unchecked(), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
     parameters = {name: batch.state.values[name] for name, _ in batch.module.named_parameters()}
-    point = {name: x for name, x in parameters.items() if x.is_floating_point() and x.layout is torch.strided}
+    point = {name: x for name, x in parameters.items() if x.is_floating_point() and has_memory(x) and not is_narrow(x)}
     noise: dict[str, float] = {}
     for _ in range(2):
         displacement = {}

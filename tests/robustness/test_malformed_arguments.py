@@ -118,7 +118,9 @@ SPREAD = {
     "over a mesh": (distributed_tensors, "is sharded (DTensor), and only part"),
     "and freed": (freed, "was gathered by FSDP and freed, and none"),
 }
-ADVICE = "of its values is here; use hessiankit.training.distributed (hessian_operator for products, sharpness for block types), or"
+ADVICE = (
+    "of its values is here; use hessiankit.training.distributed (hessian_operator for products, sharpness for block types), or"
+)
 STRUCTURAL = {"block_types", "model_parts", "named_slices", "blockwise_lr"}
 """Functions that read the structure of a model alone, which is the same for a sharded one."""
 
