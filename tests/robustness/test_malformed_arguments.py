@@ -158,7 +158,7 @@ def test_models_that_are_sharded_later_are_refused(tmp_path) -> None:
     function = hk.hessian_function(model, tokens, tokens, **options)
     monitor = hk.Monitor(model, (tokens, tokens), tmp_path / "run.jsonl")
     fully_shard(model)
-    with pytest.raises(hk.InputError, match="'embedding.W_E' has been given other values since"):
+    with pytest.raises(hk.InputError, match=r"'embedding\.W_E' has been given other values since"):
         operators[0] @ v
     assert torch.equal(operators[1] @ v, before)
     for call in (function, lambda: monitor.step(0)):
@@ -174,5 +174,5 @@ def test_parameters_that_fsdp_frees_after_a_call_are_noticed() -> None:
     layer = model[1]
     operator = hk.hessian_operator(layer, x, y, loss="mse", snapshot=False)
     model.reshard()
-    with pytest.raises(hk.InputError, match="'weight' has been given other values since"):
+    with pytest.raises(hk.InputError, match=r"'weight' has been given other values since"):
         operator @ torch.ones(3).double()
