@@ -57,6 +57,11 @@ class Handshake:
         largest = read_numbers(_largest(x) for x in slopes if x is not None and x.numel())
         self._largest = max(filter(math.isfinite, largest), default=0.0)
 
+    @property
+    def compares(self) -> bool:
+        """Whether there are a loss and a gradient to compare with."""
+        return self._batch.reference is not None
+
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
         """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
         self._courses.append(trace.course)

@@ -55,11 +55,11 @@ class ModuleState:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         tensors = {**parameters, **buffers}
         self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in tensors.items()}
-        self._marks = _marks(parameters) if share else {}
         self.written: set[str] = set()
         self._tensors = {name: (x, self.values[name]) for name, x in tensors.items()}
         for name, x in _plain_tensors(module):
             self._tensors.setdefault(name, (x, x.detach().clone()))
+        self._marks = _marks(self._shared()) if share else {}
 
     @contextmanager
     def present(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
@@ -133,9 +133,7 @@ class ModuleState:
 
     def check_shared(self, caller: str) -> None:
         """Raise an error if the values of a shared parameter have changed since."""
-        parameters = dict(self.module.named_parameters()) if self._marks else {}
-        present = {name: self.values[name] for name in self._marks if self._is_in_place(name, parameters.get(name))}
-        marks = _marks(present)
+        marks = _marks(self._shared()) if self._marks else {}
         for name, mark in self._marks.items():
             if marks.get(name) != mark:
                 raise InputError(
@@ -143,9 +141,12 @@ class ModuleState:
                     "a copy of the parameters: snapshot=True"
                 )
 
-    def _is_in_place(self, name: str, parameter: Tensor | None) -> bool:
-        """Tell whether a shared parameter is the module's still, in the same memory: FSDP puts another in its place."""
-        if parameter is not self._tensors[name][0]:
+    def _shared(self) -> dict[str, Tensor]:
+        """Return the shared parameters that are the module's still, in the same memory: FSDP puts others in their place."""
+        return {name: p for name, p in self.module.named_parameters() if self._is_in_place(name, p)}
+
+    def _is_in_place(self, name: str, parameter: Tensor) -> bool:
+        if name not in self.values or parameter is not self._tensors[name][0]:
             return False
         pairs = zip(strided_parts(parameter), strided_parts(self.values[name]), strict=True)
         return all(x.data_ptr() == value.data_ptr() for x, value in pairs)
