@@ -271,7 +271,8 @@ class Linearisation:
         with self._parameters.sums(result) as sums:
             for k in reversed(range(len(self._segments))):
                 with self._parameters.present(k), sums(k) as segment_sums:
-                    tangents = segment_tangents.pop() | self._parameters.tangents(rows, k)
+                    tangents = segment_tangents.pop()
+                    tangents |= self._parameters.tangents(rows, k)
                     steps = self._steps(k)
                     input_tangents = push(steps, tangents, self._live_values, self._last_reads, recomputes=self._is_large)
                     pull(steps, bars, input_tangents, segment_sums)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.request.non_finite import are_finite, spoiled_at
-from hessiankit.support.containers import check_dense, check_values
+from hessiankit.support.containers import check_values
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import is_narrow, strided_parts
 
@@ -70,8 +70,7 @@ def check_tensors(module: nn.Module, parameters: Mapping[str, Tensor], *, one_dt
         )
         raise InputError(f"request: the parameters are {odd}; expected {advice}")
     for name, x in tensors:
-        check = check_values if name in parameters else check_dense
-        check("request", name, x, constant=name in buffers)
+        check_values("request", name, x, constant=name in buffers, wrapper=name not in parameters)
     reals = [(name, part) for name, x in tensors for part in strided_parts(x) if part.is_floating_point()]
     for (name, x), finite in zip(reals, are_finite([x for _, x in reals]), strict=True):
         if not finite and spoiled_at(x, mask=name in buffers) is not None:

@@ -82,10 +82,7 @@ def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
 
 
 def check_dense(caller: str, name: str, x: Tensor, *, constant: bool = False) -> None:
-    """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse.
-
-    Nor may it be of a class that keeps its numbers in other tensors and does not tell in which (``__tensor_flatten__``).
-    """
+    """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse."""
     if x.is_nested:
         raise InputError(
             f"{caller}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a "
@@ -96,17 +93,20 @@ def check_dense(caller: str, name: str, x: Tensor, *, constant: bool = False) ->
     if x.layout != torch.strided and not (sparse and constant):
         kind = str(x.layout).removeprefix("torch.")
         raise InputError(f"{caller}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
+
+
+def check_values(caller: str, name: str, x: Tensor, *, constant: bool = False, wrapper: bool = False) -> None:
+    """Raise InputError for a tensor that :func:`check_dense` refuses, or one that keeps its numbers in other tensors.
+
+    The latter may do so with ``wrapper``, if it tells in which.
+    """
+    check_dense(caller, name, x, constant=constant)
     if has_memory(x) and not _is_readable(x):
         raise InputError(
             f"{caller}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others and has no __tensor_flatten__ "
             "that tells in which, so changes of it cannot be seen; put a plain tensor in its place, e.g. the dequantised weights"
         )
-
-
-def check_values(caller: str, name: str, x: Tensor, *, constant: bool = False) -> None:
-    """Raise InputError for a tensor that :func:`check_dense` refuses, or one that keeps its numbers in other tensors."""
-    check_dense(caller, name, x, constant=constant)
-    if is_wrapper(x):
+    if is_wrapper(x) and not wrapper:
         raise InputError(
             f"{caller}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised weights): only "
             "constants of a module may be that: call requires_grad_(False) on it or leave it out of params; pass plain data"

@@ -6,9 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hessiankit.support.errors import InputError
 
 _TOTAL: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_TOTAL", default=None)
 
@@ -32,6 +35,15 @@ def summed(terms: Tensor) -> Tensor:
     """
     total = _TOTAL.get()
     return terms if total is None else total(terms)
+
+
+def check_sums(caller: str, operator: Any) -> None:
+    """Raise InputError for an operator of pieces of vectors, unless inner products are summed over the processes."""
+    if getattr(operator, "of_pieces", False) and _TOTAL.get() is None:
+        raise InputError(
+            f"{caller}: the operator is of a sharded model, and this process holds a piece of each vector; use operator @ v, "
+            "operator.solve(b) and hessiankit.training.distributed.top_eigenvalues"
+        )
 
 
 def inner(u: Tensor, v: Tensor) -> float:

@@ -187,6 +187,9 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
             top = hd.top_eigenvalues(operator, 2)
             solution = operator.solve(v, damping=1.0 if kind == "ggn" else 50.0, tol=1e-13)
             of_case |= {"eigenvalues": top.values.tolist(), "solution": whole(solution.x), "residual": solution.residual}
+    calls = (hk.scalar_estimates, hk.spectrum, partial(hk.curvature.solving.solve, b=operator.gradient))
+    found["sums"] = [caught(partial(call, operator)) for call in calls]
+    found["refused"] = [caught(lambda: 2 * operator), caught(operator.to_matrix), caught(lambda: operator.approximation("kfac"))]
     with torch.no_grad():
         next(iter(parameters.values())).mul_(2)
     found["changed"] = caught(lambda: operator @ v)

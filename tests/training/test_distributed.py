@@ -155,6 +155,14 @@ def test_products_of_sharded_models_are_those_of_one_process(found: dict[str, An
         assert agrees(here["solution"], solution, EXACT)
 
 
+def test_a_piece_is_not_taken_for_a_vector(found: dict[str, Any]) -> None:
+    for caller, line in zip(("scalar_estimates", "spectrum", "solve"), found["sharded"]["sums"], strict=True):
+        assert line.startswith(
+            f"InputError: {caller}: the operator is of a sharded model, and this process holds a piece of each"
+        )
+    assert all(line.startswith("InputError: hessian_operator: ") for line in found["sharded"]["refused"])
+
+
 def test_a_sharded_model_that_changes_is_noticed(found: dict[str, Any]) -> None:
     assert "has been given other values since" in found["sharded"]["changed"]
 

@@ -1,14 +1,10 @@
-"""The Hessian of a loss over data spread over machines, as an operator, and its largest eigenvalues by Lanczos.
-
-Rank 0 runs the iteration and broadcasts every vector: ranks that iterate by themselves could round differently on different
-processors, stop after different numbers of products, and deadlock.
-"""
+"""The Hessian of a loss over data spread over machines, as an operator: of whole models, and of models that are sharded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import islice
@@ -37,7 +33,6 @@ from hessiankit.request.state import ModuleState
 from hessiankit.support.containers import map_tensors, named_tensors
 from hessiankit.support.errors import InputError, TraceError, check_name
 from hessiankit.support.inner_products import spread_over
-from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs
 from hessiankit.training.distributed.ranks import (
     Ranks,
     check_same_function,
@@ -108,7 +103,7 @@ def hessian_operator(
     weights: Weights = None,
     reduction: str | None = None,
     group: dist.ProcessGroup | None = None,
-) -> DistributedOperator:
+) -> DistributedOperator | ShardedOperator:
     """Return the Hessian of the loss over the data of all ranks: equal to :func:`hessiankit.hessian_operator` on all of them.
 
     Every rank calls it, with its own data, and takes part in every product. Each linearises its share at copies of the
@@ -196,11 +191,11 @@ class ShardedOperator(HessianOperator):
 
     Vectors are this rank's pieces of the parameters, one after the other, (entries here,), or dicts or lists of the pieces, or of
     tensors that are sharded as the parameters are. ``shape``, ``slices`` and ``shapes`` are those of the pieces, ``size`` is the
-    number of parameters P. All ranks multiply at the same time. ``solve`` and :func:`top_eigenvalues` take inner products over all
+    number of parameters P. All ranks multiply at the same time. ``solve`` and ``top_eigenvalues`` sum inner products over the
     ranks; functions that take them by themselves, as those of SciPy do, see one rank's piece.
     """
 
-    order = " of this rank's pieces"
+    order, of_pieces = " of this rank's pieces", True
 
     def __init__(
         self,
@@ -244,7 +239,7 @@ class ShardedOperator(HessianOperator):
         eps = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._linearised))
         traced = {name: self.gradient[at].reshape(self.shapes[name]) for name, at in self.slices.items()}
         sizes = [[_largest(slopes[n]), _largest(x), _largest(slopes[n] - x)] for n, x in traced.items()]
-        sizes = torch.tensor(self.ranks.gather(sizes), dtype=torch.float64).amax(0).tolist()
+        sizes = torch.tensor(self.ranks.gather(sizes), dtype=torch.float64, device="cpu").amax(0).tolist()
         steepest = max(own for own, _, _ in sizes)
         sizes.append([abs(loss), abs(self.loss), abs(loss - self.loss)])
         for name, (own, seen, apart) in zip((*traced, ""), sizes, strict=True):
@@ -290,7 +285,10 @@ class ShardedOperator(HessianOperator):
     def __getitem__(self, key: Any) -> NoReturn:
         raise InputError(f"{WHO}: blocks of the matrix of a sharded model are not cut; pass params=[...] to hessian_operator")
 
-    block_diagonal = to_matrix = __getitem__  # type: ignore[assignment]
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise InputError(f"{WHO}: a sharded model has products, solve(b) and top_eigenvalues(operator); no sums, no whole matrix")
+
+    block_diagonal = to_matrix = eigvalsh = inverse = __add__ = __mul__ = __rmul__ = _refuse  # type: ignore[assignment]
 
 
 def _largest(x: Tensor) -> float:
@@ -319,7 +317,9 @@ def sharded_operator(
     All ranks linearise as many batches: one with fewer takes a batch of another rank, with weight 0.
     """
     model = ranks.together(lambda: ShardedModel(ranks, module))
-    with model.plain(), model.present(model.whole):
+    with model.plain(), ExitStack() as presence:
+        for name in model.whole:
+            presence.enter_context(model.present([name]))
 
         def point() -> tuple[ModulePoint, Loss]:
             check_layers(module)
@@ -347,7 +347,13 @@ def sharded_operator(
             def traced(inputs: Any = inputs, labels: Any = labels, count: float = count) -> tuple[BatchLoss, LossTrace]:
                 batch = curvature.of(first_call(at, criterion, inputs, labels, handshake=False))
                 batch = replace(batch, count=count, share=count / total)
-                return batch, loss_trace(batch, is_deferred=True)
+                trace = loss_trace(batch, is_deferred=True)
+                if trace.trace.fallbacks:
+                    raise InputError(
+                        f"{WHO}: {trace.trace.fallbacks[0]} has no closed form yet, which a sharded model cannot be "
+                        "differentiated without; write it in other operations, or pass a whole copy of the model"
+                    )
+                return batch, trace
 
             batch, trace = ranks.together(traced)
             batches.append(batch)
@@ -412,93 +418,3 @@ def _counting(
 
 def _named(loss: LossArgument) -> str:
     return repr(loss) if loss is None or isinstance(loss, str) else str(getattr(loss, "__name__", type(loss).__name__))
-
-
-LANCZOS = "top_eigenvalues"
-ENDS = ("LA", "SA", "LM")
-EXACT, ROUGH = 1e-12, 1e-4
-"""Relative residuals that are asked for by default, in float64 and in other types."""
-
-
-def top_eigenvalues(
-    operator: HessianOperator, k: int = 1, *, which: str = "LA", tol: float | None = None, max_products: int = 1000, seed: int = 0
-) -> RitzPairs:
-    """Return the ``k`` largest eigenvalues of an operator with their vectors, to every rank the same bits.
-
-    By the Lanczos iteration of :func:`hessiankit.spectrum`, on rank 0. Memory there: about 2 k + 20 vectors.
-
-    Args:
-        operator: Operator of :func:`hessiankit.training.distributed.hessian_operator`, on every rank of it; or of
-            :func:`hessiankit.hessian_operator`.
-        k: Number of eigenvalues; fewer than there are parameters.
-        which: ``"LA"``, the largest, in descending order; ``"SA"``, the smallest, in ascending order; ``"LM"``, those of largest
-            absolute value, by that.
-        tol: Bound of the residuals, relative to the largest absolute value; by default 1e-12 in float64, 1e-4 in other types.
-        max_products: Products with the operator at most.
-        seed: Seed of the first vector.
-
-    Raises:
-        InputError: If an argument cannot be used, or the iteration does not converge.
-        RankError: If another rank stopped, or did not answer before the process group's time-out.
-
-    The Hessian of mean((x w)^2) over the rows x = (1, 0), (0, 2) is diag(1, 4):
-
-    >>> import hessiankit as hk
-    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
-    >>> round(float(top_eigenvalues(hk.hessian_operator(layer, x, torch.zeros_like(x[:, :1]))).values), 9)
-    4.0
-    """
-    group = getattr(operator, "ranks", None)
-    ranks = Ranks(LANCZOS, is_single=True) if group is None else Ranks(LANCZOS, group.group)
-    size, dtype = getattr(operator, "size", operator.shape[0]), operator.torch_dtype
-
-    def check() -> None:
-        check_name(LANCZOS, "which", which, ENDS)
-        if not 1 <= k < size:
-            raise InputError(f"{LANCZOS}: k={k}, and the operator is {size} x {size}; expected 1 to {size - 1}")
-
-    ranks.together(check)
-    ranks.agree(k=k, which=which, tol=tol, max_products=max_products, seed=seed)
-    is_split = isinstance(operator, ShardedOperator)
-    if ranks.rank and not is_split:
-        return _follow(ranks, operator)
-
-    def multiply(vectors: Tensor) -> Tensor:
-        if not is_split:
-            ranks.broadcast(vectors.cpu())
-        return operator @ vectors
-
-    number = operator._model.position if isinstance(operator, ShardedOperator) else 0  # each piece is drawn by its ranks
-    generator = torch.Generator().manual_seed(seed + number)
-    start = torch.randn(operator.shape[0], generator=generator, device="cpu").to(operator.device, dtype)
-    bottom = 0 if which == "LA" else k
-    top = 0 if which == "SA" else min(k, size - bottom)
-    tol = tol or (EXACT if dtype == torch.float64 else ROUGH)
-    try:
-        with operator.whole_vectors() if isinstance(operator, ShardedOperator) else nullcontext():
-            pairs = extreme_eigenpairs(
-                multiply, start, top=top, bottom=bottom, tol=tol, most=max_products, basis=2 * (top + bottom) + 20
-            )
-        if not pairs.converged:
-            worst = f"{float(pairs.residuals.max()):.1e} after {pairs.products} products"
-            raise InputError(f"{LANCZOS}: a residual is {worst}; raise max_products or tol")
-    except InputError as error:
-        if not is_split:
-            ranks.broadcast(str(error))
-        raise
-    keys = {"LA": -pairs.values, "SA": pairs.values, "LM": -pairs.values.abs()}
-    order = keys[which].argsort(stable=True)[:k]
-    vectors = pairs.vectors if is_split else pairs.vectors.cpu()
-    largest = replace(pairs, values=pairs.values[order], vectors=vectors[order], residuals=pairs.residuals[order])
-    return largest if is_split else ranks.broadcast(largest)  # type: ignore[no-any-return]
-
-
-def _follow(ranks: Ranks, operator: HessianOperator) -> RitzPairs:
-    """Multiply by what rank 0 sends, until it sends the result or an error."""
-    while isinstance(message := ranks.broadcast(None), Tensor):
-        operator @ message.to(operator.device)
-    if isinstance(message, str):
-        raise InputError(message)
-    result: RitzPairs = message
-    return result

@@ -61,8 +61,8 @@ class ShardedModel:
     def like(self, name: str, piece: Tensor) -> DTensor:
         """Return a sharded tensor of this rank's piece, of the layout of a parameter."""
         shard = self.shards[name]
-        layout = {"shape": shard.shape, "stride": shard.stride(), "run_check": False}
-        return DTensor.from_local(piece, shard.device_mesh, shard.placements, **layout)
+        mesh, layout = shard.device_mesh, shard.placements
+        return DTensor.from_local(piece, mesh, layout, run_check=False, shape=shard.shape, stride=shard.stride())
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
@@ -78,8 +78,8 @@ class ShardedModel:
                     state = module._get_fsdp_state()
                     for hooks in (module._forward_pre_hooks, module._forward_hooks):
                         undo.callback(_refill, hooks, dict(hooks))
-                        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
-                            del hooks[key]
+                        for number in [number for number, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
+                            del hooks[number]
                     undo.callback(setattr, module, "__class__", type(module))
                     module.__class__ = type(module).__bases__[1]  # type: ignore[assignment]
             yield self.module
@@ -147,7 +147,9 @@ class Bucket:
             axis, longest = _axis(shard), self._longest(shard)
             rest = [n for k, n in enumerate(shard.shape) if k != axis]
             stop = start + S * longest * math.prod(rest)
-            rows = whole[:, start:stop].view(len(whole), S, longest, *rest).movedim(0, 1).flatten(1, 2)  # (S, ranks x longest, *rest)
+            rows = (
+                whole[:, start:stop].view(len(whole), S, longest, *rest).movedim(0, 1).flatten(1, 2)
+            )  # (S, ranks x longest, *rest)
             tensors.append(rows[:, : shard.shape[axis]].movedim(1, axis + 1))
             start = stop
         return tensors
@@ -230,19 +232,20 @@ class ShardedParameters(ParameterMemory):
         read = []
         for segment in segments:
             places = {at for a in segment.applications for at in (*a.inputs, a.output) if at is not None}
-            values = [trace.values[at] for at in places]
+            held = (x for a in segment.applications for x in vars(a.primitive).values() if isinstance(x, Tensor))
+            values = [*(trace.values[at] for at in places), *held]
             views = {names.get(x.untyped_storage()._cdata) for x in values if x.layout is torch.strided}
             read.append({name for name in names.values() if name in views or ids.get(name) in places})
         of_ranks = self._model.ranks.gather(read)  # experts without a token on one rank may have some on another
-        if len({len(of_rank) for of_rank in of_ranks}) > 1:
+        who, counts = self._model.ranks.who, [len(of_rank) for of_rank in of_ranks]
+        if len(set(counts)) > 1:
             raise InputError(
-                f"{self._model.ranks.who}: the ranks' batches cut the model into {[len(of_rank) for of_rank in of_ranks]} segments; "
-                "give all ranks batches of one shape"
+                f"{who}: the ranks' batches cut the model into {counts} segments; give all ranks batches of one shape"
             )
         converted = next((name for name, at in ids.items() if self.values[at].dtype != self._model.shards[name].dtype), None)
         if converted is not None:
             raise InputError(
-                f"{self._model.ranks.who}: {converted!r} is {self._model.shards[converted].dtype}, and the model also computes in "
+                f"{who}: {converted!r} is {self._model.shards[converted].dtype}, and the model also computes in "
                 f"{self.values[ids[converted]].dtype}; bring a sharded model to that type, e.g. model.float() before fully_shard"
             )
         self._read = [sorted(set().union(*segment)) for segment in zip(*of_ranks, strict=True)]
