@@ -27,9 +27,9 @@ def gpt2(**options: Any) -> nn.Module:
 
 def llama(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "max_position_embeddings": 6}
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "max_position_embeddings": 6, **options}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SPECIAL, **sizes, **heads, **options)).double()
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SPECIAL, **sizes, **heads)).double()
 
 
 def moved(model: nn.Module) -> nn.Module:

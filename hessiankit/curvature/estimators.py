@@ -48,6 +48,7 @@ from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain
+from hessiankit.support.inner_products import check_sums
 from hessiankit.support.tables import Piece, Printed, table
 
 LEAST = 6  # products
@@ -166,6 +167,7 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     """
     start = time.perf_counter()
     who = "scalar_estimates"
+    check_sums("scalar_estimates", operator)
     if not isinstance(operator, TensorOperator) or operator.shape[0] != operator.shape[1]:
         raise InputError(f"{who}: operator is a {type(operator).__name__}; pass what hessian_operator(...) returns")
     if products < LEAST:

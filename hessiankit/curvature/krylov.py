@@ -16,17 +16,8 @@ from torch import Tensor
 
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.errors import InputError
+from hessiankit.support.inner_products import inner, norm, summed
 from hessiankit.support.lanczos import Product, RitzValue, lanczos
-
-
-def inner(u: Tensor, v: Tensor) -> float:
-    """Return <u, v>, summed in float64 where the device has it."""
-    return float((u * v).sum(dtype=u.dtype if u.device.type == "mps" else torch.float64))
-
-
-def norm(v: Tensor) -> float:
-    """Return |v|."""
-    return math.sqrt(inner(v, v))
 
 
 def unit(v: Tensor) -> tuple[Tensor, float]:
@@ -179,7 +170,7 @@ class System:
         """Return A v."""
         self.products += 1
         Av: Tensor = (self.operator @ v).add(v, alpha=self.damping)
-        if not math.isfinite(float(Av.sum())) and not bool(torch.isfinite(Av).all()):
+        if not math.isfinite(float(summed(Av.sum()))) and float(summed(torch.isfinite(Av).logical_not().sum())):
             raise InputError("solve: a product with the operator is NaN or infinite, so the system has no solution")
         return Av
 

@@ -32,6 +32,7 @@ from hessiankit.request.second_order import compare_second_order
 from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_count, check_name
+from hessiankit.support.inner_products import inner, norm
 from hessiankit.support.progress import silent
 from hessiankit.support.tape import Taped
 from hessiankit.support.torch_state import LARGE, computed_later, full_precision, hand_back_memory, one_at_a_time, wide
@@ -304,7 +305,7 @@ class HessianOperator(SymmetricOperator):
             self._pair, self._is_untested = (None, False) if is_large else ((rows[0].clone(), products[0].clone()), True)
             return
         (u, Hu), (v, Hv) = pairs[:2]
-        if abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm()):
+        if abs(inner(u, v)) < 0.99 * norm(u) * norm(v):
             self._symmetry, self._pair, self._is_untested = self._asymmetry(u, Hu, v, Hv), None, False
         else:  # or one is zero
             _ = self.symmetry_error
@@ -317,12 +318,12 @@ class HessianOperator(SymmetricOperator):
 
     @full_precision()
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
-        scale, apart = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2, abs(float(u @ Hv) - float(v @ Hu))
+        scale, apart = (norm(u) * norm(Hv) + norm(v) * norm(Hu)) / 2, abs(inner(u, Hv) - inner(v, Hu))
         error = apart / scale if scale else 0.0
         eps = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._linearised))
         allowed = eps**0.5
         if not error <= allowed:  # NaN too; where terms cancel, H is rounding of them
-            errors = float(u.norm() * self._rounding_of(v) + v.norm() * self._rounding_of(u))
+            errors = norm(u) * self._rounding_of(v) + norm(v) * self._rounding_of(u)
             error = apart / errors if apart <= ROUNDING * eps * errors else error
         if not error <= allowed:
             raise InputError(
@@ -333,7 +334,7 @@ class HessianOperator(SymmetricOperator):
             )
         return error
 
-    def _rounding_of(self, v: Tensor) -> Tensor:
+    def _rounding_of(self, v: Tensor) -> float:
         """Return the norm of the rounding error of H v, for a unit roundoff of 1."""
         direction = {name: v[where].reshape(self.shapes[name]) for name, where in self.slices.items()}
 
@@ -342,7 +343,7 @@ class HessianOperator(SymmetricOperator):
                 _, error = rounding_errors(batch, direction, gauss_newton=self.kind != "hessian")
                 yield torch.cat([error[name].reshape(1, -1) for name in self.slices], 1)
 
-        return self._total(errors(), self._weights).norm()
+        return norm(self._total(errors(), self._weights))
 
 
 def _is_parameters(x: Any) -> bool:

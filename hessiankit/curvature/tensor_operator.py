@@ -36,6 +36,8 @@ class TensorOperator(LinearOperator):
     block_size: int = 1
     order: str = ""
     """What an error message says of the order of a vector's entries."""
+    of_pieces: bool = False
+    """Whether a vector is a piece, of which other processes hold the rest."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.torch_dtype, self.device = dtype, device

@@ -22,6 +22,7 @@ from hessiankit.engine.checkpoints import gather, size, split_at_checkpoints
 from hessiankit.engine.cost import CALL
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
+from hessiankit.engine.parameter_memory import ParameterMemory
 from hessiankit.engine.sweep import Tangents, pull, push, reads, sums_of
 from hessiankit.primitives.primitive import CovectorSum, Linearised, Nowhere, hollow
 from hessiankit.request.batch_loss import BatchLoss, OwnGradient
@@ -92,7 +93,8 @@ class Linearisation(ComparedBatch):
         recompute: Values computed again in every product: none (None), those between checkpoints, where a single value passes
             ("layers"), or all ("all").
         handshake: Loss and gradient to compare with, for a part of a batch; it is left open.
-        traced: The trace of the batch, if there is one; its values are released.
+        traced_loss: The trace of the batch, if there is one; its values are released.
+        parameters: Memory of the parameters, where it is not that of whole tensors.
 
     Attributes:
         loss: The loss.
@@ -110,6 +112,7 @@ class Linearisation(ComparedBatch):
         recompute: Recompute = None,
         handshake: Handshake | None = None,
         traced_loss: LossTrace | None = None,
+        parameters: ParameterMemory | None = None,
     ) -> None:
         traced_loss = traced_loss or loss_trace(batch, is_deferred=True)
         trace, self._signature = traced_loss.trace, traced_loss.signature()
@@ -129,6 +132,8 @@ class Linearisation(ComparedBatch):
         self._steps_of: list[list[Step] | None] = []
         self._checkpoints: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter a segment, adjoints of what leaves it
         self._constants = {at: x for at, x in enumerate(trace.values) if at in parameter_ids or at not in trace.moving}
+        self._parameters = parameters or ParameterMemory()
+        self._parameters.begin(trace, self._ids, self._segments)
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         sizes = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
         self.bytes_per_vector = 3 * max(sizes) + 2 * batch.size * batch.dtype.itemsize
@@ -160,11 +165,12 @@ class Linearisation(ComparedBatch):
         """Return the gradient of the loss, (P,)."""
         self._batch.state.check_shared("HessianOperator")
         with torch.inference_mode(False):
-            result = torch.empty(1, self._batch.size, dtype=self._batch.dtype, device=self._batch.device)
-        with self._at_the_point(), self._sums(result) as sums:
+            result = torch.empty(1, self._parameters.size, dtype=self._batch.dtype, device=self._batch.device)
+        with self._at_the_point(), self._parameters.sums(result) as sums:
             bars: Bars = {self._output: self._seed}
             for k in reversed(range(len(self._segments))):
-                pull(self._steps(k), bars, {}, sums)
+                with self._parameters.present(k), sums(k) as segment_sums:
+                    pull(self._steps(k), bars, {}, segment_sums)
         return result[0]
 
     def is_of(self, traced: LossTrace) -> bool:
@@ -186,17 +192,6 @@ class Linearisation(ComparedBatch):
             with self._batch.at(), torch.no_grad():
                 yield
 
-    @contextmanager
-    def _sums(self, rows: Tensor) -> Iterator[dict[int, CovectorSum]]:
-        """Yield the sums of the parameters' covectors: views of the rows (S, P), or copies where the type differs."""
-        pieces = rows.split([self._constants[at].numel() for at in self._ids.values()], 1)
-        places = {at: piece.view(-1, *self._constants[at].shape) for at, piece in zip(self._ids.values(), pieces, strict=True)}
-        sums = {at: CovectorSum(x.to(self._constants[at].dtype)) for at, x in places.items()}  # a view where types agree
-        yield sums
-        for at, total in sums.items():
-            if total.close() is not places[at]:
-                places[at].copy_(total.memory)
-
     def _sweep(self, trace: Trace, handshake: Handshake) -> None:
         """Sweep back with the adjoints; each derivative by a parameter is compared once it is complete.
 
@@ -207,35 +202,38 @@ class Linearisation(ComparedBatch):
         trace.values.clear()
         names = {at: name for name, at in self._ids.items()}
         adjoints: Bars = {self._output: self._seed}
-        sums: dict[int, CovectorSum] = {}
+        sums: dict[int, CovectorSum] = {} if handshake.compares else dict.fromkeys(names, Nowhere())
         tested = self._smallest(trace.applications, values) if self._is_large else ()
         spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of gradients that have been compared
-        for segment in reversed(self._segments):
+        for k, segment in reversed(list(enumerate(self._segments))):
             products = () if segment is self._segments[-1] else segment.products(names)
             entry_values, exit_adjoints = {at: values[at] for at in (*segment.entries, *products)}, dict(adjoints)
             steps: list[Step] = []  # the last one first, as the sweep goes back
             run: list[Step] = []
             live_values: set[int | None] = set()  # values that a step reads
-            for a in reversed(segment.applications):
-                for at in a.inputs:
-                    if at in names and at not in sums:
-                        x = self._constants[at]
-                        memory = spare.pop((x.shape, x.dtype), None)
-                        sums[at] = CovectorSum(x.new_empty(1, *x.shape) if memory is None else memory)
-                step = self._step(a, values, adjoints, sums)
-                if step is not None:
-                    if not self._recompute:
-                        run.append(step)
-                        if not step.primitive.primitive.is_entrywise:  # here a run of entrywise ones begins
-                            _fuse(run, steps, live_values)
-                    if a.output in tested:
-                        self._asymmetries.append((a, asymmetry(step)))
-                values.pop(a.output, None)
-                for at in {at for at in a.inputs if at in names and self._first[at] == a.output}:
-                    gradient = sums.pop(at).close()
-                    if not handshake.complete(names[at], gradient[0]):
-                        spare[gradient.shape[1:], gradient.dtype] = gradient
-            _fuse(run, steps, live_values)
+            with self._parameters.present(k):
+                for a in reversed(segment.applications):
+                    for at in a.inputs:
+                        if at in names and at not in sums:
+                            x = self._constants[at]
+                            memory = spare.pop((x.shape, x.dtype), None)
+                            sums[at] = CovectorSum(x.new_empty(1, *x.shape) if memory is None else memory)
+                    step = self._step(a, values, adjoints, sums)
+                    if step is not None:
+                        if not self._recompute:
+                            run.append(step)
+                            if not step.primitive.primitive.is_entrywise:  # here a run of entrywise ones begins
+                                _fuse(run, steps, live_values)
+                        if a.output in tested:
+                            self._asymmetries.append((a, asymmetry(step)))
+                    values.pop(a.output, None)
+                    for at in (
+                        {at for at in a.inputs if at in names and self._first[at] == a.output} if handshake.compares else ()
+                    ):
+                        gradient = sums.pop(at).close()
+                        if not handshake.complete(names[at], gradient[0]):
+                            spare[gradient.shape[1:], gradient.dtype] = gradient
+                _fuse(run, steps, live_values)
             self._steps_of.insert(0, None if self._recompute else steps[::-1])
             self._checkpoints.insert(0, (entry_values, exit_adjoints))
 
@@ -306,22 +304,25 @@ class Linearisation(ComparedBatch):
 
     def _multiply(self, rows: Tensor, result: Tensor) -> None:
         """Write H rows^T as rows (S, P) to ``result``."""
-        sizes = [self._constants[at].numel() for at in self._ids.values()]
         tangents: dict[int, Tangents] = {}
-        for at, piece in zip(self._ids.values(), rows.split(sizes, 1), strict=True):
-            tangents[at] = piece.reshape(-1, *self._constants[at].shape).to(self._constants[at].dtype)
         segment_tangents: list[dict[int, Tangents]] = []  # the tangents that enter each segment
         for k, segment in enumerate(self._segments):
             segment_tangents.append({at: tangents[at] for at in segment.entries if at in tangents})
             if k < len(self._segments) - 1:
-                push(self._forward_steps(k), tangents, self._live_values, self._last_reads)
+                with self._parameters.present(k):
+                    tangents |= self._parameters.tangents(rows, k)
+                    push(self._forward_steps(k), tangents, self._live_values, self._last_reads)
+                tangents = {at: t for at, t in tangents.items() if at not in self._parameters.values}
         bars: Bars = {}
-        with self._sums(result) as sums:
+        with self._parameters.sums(result) as sums:
             for k in reversed(range(len(self._segments))):
-                tangents.update(segment_tangents.pop())
-                steps = self._steps(k)
-                input_tangents = push(steps, tangents, self._live_values, self._last_reads, recomputes=self._is_large)
-                pull(steps, bars, input_tangents, sums)
+                with self._parameters.present(k), sums(k) as segment_sums:
+                    tangents = segment_tangents.pop()
+                    tangents |= self._parameters.tangents(rows, k)
+                    steps = self._steps(k)
+                    input_tangents = push(steps, tangents, self._live_values, self._last_reads, recomputes=self._is_large)
+                    pull(steps, bars, input_tangents, segment_sums)
+                    del steps, input_tangents
 
     def _forward_steps(self, k: int) -> Iterator[Step]:
         """Yield the steps of a segment, computed again, with first derivatives alone; values are released once they are read."""

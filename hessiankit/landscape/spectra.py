@@ -25,6 +25,7 @@ from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.inner_products import check_sums
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs, quadrature
 from hessiankit.support.memory import check_room
 from hessiankit.support.progress import Tell, progress_bar, silent
@@ -167,6 +168,7 @@ def spectrum(
     start = time.perf_counter()
     directions = DIRECTIONS * density if directions is None else directions
     _check(k, bottom, density, directions, steps, method, tol, max_products)
+    check_sums(WHO, module)
     operator = _operator(module, inputs, target, kind=kind, **asked)
     kind = getattr(getattr(operator, "whole", operator), "kind", "operator")
     method = "full" if method == "auto" and isinstance(operator, HessianMatrix) else method

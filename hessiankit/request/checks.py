@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hessiankit.request.non_finite import are_finite, spoiled_at
 from hessiankit.support.containers import check_values
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import strided_parts
+from hessiankit.support.torch_state import is_narrow, strided_parts
 
 IGNORE_INDEX = -100
 """Label that torch's cross entropy leaves out."""
@@ -61,15 +61,17 @@ def check_tensors(module: nn.Module, parameters: Mapping[str, Tensor], *, one_dt
     meta = next((name for name, x in tensors if x.is_meta), None)
     if meta is not None:
         raise InputError(f"request: {meta!r} is on the meta device, which holds no values; load the weights first")
-    odd = next((p.dtype for p in parameters.values() if not p.dtype.is_floating_point), None)
+    odd = next((p.dtype for p in parameters.values() if is_narrow(p) or not p.is_floating_point()), None)
     if odd is not None:
-        raise InputError(
-            f"request: the parameters are {odd}; expected real ones, such as the real and imaginary parts, which forward puts "
-            "together by torch.complex"
+        advice = (
+            "real ones, such as the real and imaginary parts, which forward puts together by torch.complex"
+            if odd.is_complex
+            else "a type that derivatives are computed in: float16 or wider"
         )
+        raise InputError(f"request: the parameters are {odd}; expected {advice}")
     for name, x in tensors:
-        check_values("request", name, x, constant=name in buffers)
-    reals = [(name, strided_parts(x)[-1]) for name, x in tensors if x.is_floating_point()]
+        check_values("request", name, x, constant=name in buffers, wrapper=name not in parameters)
+    reals = [(name, part) for name, x in tensors for part in strided_parts(x) if part.is_floating_point()]
     for (name, x), finite in zip(reals, are_finite([x for _, x in reals]), strict=True):
         if not finite and spoiled_at(x, mask=name in buffers) is not None:
             raise InputError(

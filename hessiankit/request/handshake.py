@@ -18,7 +18,7 @@ from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.loss_trace import call_and_loss
 from hessiankit.support.errors import TraceError
 from hessiankit.support.tables import two_numbers
-from hessiankit.support.torch_state import read_numbers
+from hessiankit.support.torch_state import has_memory, is_narrow, read_numbers
 from hessiankit.tracing.graph import NUMBER
 from hessiankit.tracing.recording import leaves_course
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
@@ -56,6 +56,11 @@ class Handshake:
         slopes = batch.reference.gradient.values() if batch.reference is not None else ()
         largest = read_numbers(_largest(x) for x in slopes if x is not None and x.numel())
         self._largest = max(filter(math.isfinite, largest), default=0.0)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are a loss and a gradient to compare with."""
+        return self._batch.reference is not None
 
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
         """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
@@ -282,7 +287,7 @@ def _noise(batch: BatchLoss, names: Iterable[str], eps: float) -> dict[str, floa
     rng = torch.Generator().manual_seed(0)
     unchecked, step = batch.unchecked(), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
     parameters = {name: batch.state.values[name] for name, _ in batch.module.named_parameters()}
-    point = {name: x for name, x in parameters.items() if x.is_floating_point() and x.layout is torch.strided}
+    point = {name: x for name, x in parameters.items() if x.is_floating_point() and has_memory(x) and not is_narrow(x)}
     noise: dict[str, float] = {}
     for _ in range(2):
         displacement = {}

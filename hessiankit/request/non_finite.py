@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hessiankit.support.torch_state import read_numbers
+from hessiankit.support.torch_state import is_narrow, read_numbers
 from hessiankit.tracing.graph import tensors_in
 from hessiankit.tracing.source_line import at_line
 
@@ -28,17 +28,16 @@ def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
 
 def _readable(x: Tensor) -> Tensor:
     """Return floating-point numbers of eight bits, which torch has few operations for, in single precision."""
-    return x.float() if x.is_floating_point() and x.itemsize == 1 else x
+    return x.float() if is_narrow(x) else x
 
 
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     """Tell of each tensor whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
-    tensors = list(map(_readable, tensors))
-    terms = [x if x.is_floating_point() else torch.isfinite(x).logical_not() for x in tensors]
-    sums = read_numbers(x.sum() for x in terms)
+    reals = map(_readable, tensors)  # one at a time, as some are copies
+    sums = read_numbers(x.sum() if x.is_floating_point() else torch.isfinite(x).logical_not().sum() for x in reals)
     return [
-        total == 0 if x is not y else math.isfinite(total) or bool(torch.isfinite(x).all())
-        for x, y, total in zip(tensors, terms, sums, strict=True)
+        math.isfinite(total) or bool(torch.isfinite(_readable(x)).all()) if x.is_floating_point() else total == 0
+        for x, total in zip(tensors, sums, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hessiankit.support.arguments import check_whole
 from hessiankit.support.errors import InputError, nearest
 
 
@@ -29,7 +30,7 @@ def check_surroundings(caller: str, module: nn.Module) -> None:
             f"{caller}: called within a transform of torch.func (vmap, grad, jvp ...), whose tensors have no values of their "
             "own; call it outside, once for each sample"
         )
-    check_unsharded(caller, module)
+    check_whole(caller, module)
     first = next(module.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
@@ -46,22 +47,6 @@ def check_surroundings(caller: str, module: nn.Module) -> None:
             f"parameters are on {device}, and tensors made on the way would lie apart; call it within "
             f"torch.device({str(device)!r})"
         )
-
-
-SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
-"""Names of torch's classes of sharded modules and parameters; to import the classes takes as long as torch itself."""
-
-
-def check_unsharded(caller: str, module: nn.Module) -> None:
-    """Raise InputError for a module whose parameters are spread over processes, or were gathered by a call of it."""
-    for name, part in (*module.named_modules(), *module.named_parameters()):
-        kind = next((base.__name__ for base in type(part).__mro__ if base.__name__ in SHARDED), None)
-        if kind is not None:
-            raise InputError(
-                f"{caller}: {repr(name) if name else 'the module'} is sharded ({kind}), and only part of its values is here; "
-                "pass a whole copy of the module, or use hessiankit.training.distributed: hessian_operator(..., replica=) for "
-                "products, sharpness for block types"
-            )
 
 
 Params: TypeAlias = "str | nn.Parameter | Iterable[str | nn.Parameter] | None"

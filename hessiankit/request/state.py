@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import different, write_values
+from hessiankit.support.torch_state import different, has_memory, strided_parts, write_values
 
 IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
 """Types of objects that nothing can be written into."""
@@ -55,11 +55,11 @@ class ModuleState:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         tensors = {**parameters, **buffers}
         self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in tensors.items()}
-        self._marks = _marks(parameters) if share else {}
         self.written: set[str] = set()
         self._tensors = {name: (x, self.values[name]) for name, x in tensors.items()}
         for name, x in _plain_tensors(module):
             self._tensors.setdefault(name, (x, x.detach().clone()))
+        self._marks = _marks(self._shared()) if share else {}
 
     @contextmanager
     def present(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
@@ -80,27 +80,29 @@ class ModuleState:
             return
         contents = self._contents if self._contents.changed() is None else Held(self.module, *self.callables)
         was_present = self.is_present
-        dense = {name: x.layout is torch.strided for name, (x, _) in self._tensors.items()}  # others cannot change their memory
-        memory = [
-            (x, x.data if dense[name] else None, x.data.clone() if values or not dense[name] else None)
-            for name, (x, _) in self._tensors.items()
+        with_memory = {name: pair for name, pair in self._tensors.items() if has_memory(pair[0])}
+        memory = [(x, x.data, x.data.clone() if values else None) for x, _ in with_memory.values()]
+        others = [pair for name, pair in self._tensors.items() if name not in with_memory]  # which cannot change their memory
+        present_values = [
+            (x, x.detach().clone() if moved else copy) for (x, copy), moved in zip(others, different(others), strict=True)
         ]
         try:
             self._contents.restore()
-            for name, (x, copy) in self._tensors.items():
-                if values is None and dense[name]:
+            for name, (x, copy) in with_memory.items():
+                if values is None:
                     x.data = copy.clone() if name in self.written else copy
                 else:
-                    write_values(x, copy if values is None else values.get(name, copy))
+                    write_values(x, values.get(name, copy))
+            _write_back(others)
             self.is_present = values is None
             yield
         finally:
             self.is_present = was_present
             for x, data, backup in memory:
-                if data is not None:
-                    x.data = data
+                x.data = data
                 if backup is not None:
                     write_values(x, backup)
+            _write_back(present_values)
             contents.restore()
 
     def moved(self, values: Mapping[str, Tensor]) -> ModuleState:
@@ -131,13 +133,23 @@ class ModuleState:
 
     def check_shared(self, caller: str) -> None:
         """Raise an error if the values of a shared parameter have changed since."""
-        parameters = dict(self.module.named_parameters()) if self._marks else {}
-        for name, mark in _marks({name: self.values[name] for name in self._marks}).items():
-            if mark != self._marks[name] or name not in parameters or parameters[name].data_ptr() != self.values[name].data_ptr():
+        marks = _marks(self._shared()) if self._marks else {}
+        for name, mark in self._marks.items():
+            if marks.get(name) != mark:
                 raise InputError(
                     f"{caller}: the parameter {name!r} has been given other values since; make it anew for these, or let it keep "
                     "a copy of the parameters: snapshot=True"
                 )
+
+    def _shared(self) -> dict[str, Tensor]:
+        """Return the shared parameters that are the module's still, in the same memory: FSDP puts others in their place."""
+        return {name: p for name, p in self.module.named_parameters() if self._is_in_place(name, p)}
+
+    def _is_in_place(self, name: str, parameter: Tensor) -> bool:
+        if name not in self.values or parameter is not self._tensors[name][0]:
+            return False
+        pairs = zip(strided_parts(parameter), strided_parts(self.values[name]), strict=True)
+        return all(x.data_ptr() == value.data_ptr() for x, value in pairs)
 
     def changed_attribute(self) -> str | None:
         """Return what else a call has changed: an attribute, an entry of a list, a variable of a closure; None if nothing."""
@@ -252,13 +264,14 @@ def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
             write_values(x, copy)
 
 
-def _marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a number for each tensor that changes with almost every change of its entries, permutations and signs among them.
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return numbers for each tensor that change with almost every change of its entries, permutations and signs among them.
 
     On the CPU a hash of its values. On a device, where reading it would wait for all that is queued, how often an operation has
     written into the tensor, which leaves out what is written through ``.data``.
     """
-    return {name: _hash_of_values(x) if x.device.type == "cpu" else x._version for name, x in tensors.items()}
+    parts = {name: strided_parts(x) for name, x in tensors.items()}
+    return {name: tuple(_hash_of_values(x) if x.device.type == "cpu" else x._version for x in of) for name, of in parts.items()}
 
 
 HASH_WORDS = 2**16

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -37,7 +37,7 @@ LISTS = (abc.Iterable, abc.Sequence, tuple)  # accept any iterable but text, map
 
 
 def checked(
-    caller: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None
+    caller: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None, sharded: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that holds arguments against their annotations, and puts ``caller`` before every message.
 
@@ -48,9 +48,10 @@ def checked(
         caller: The function or class, as its user knows it.
         leave: Arguments that the function checks itself.
         rest: The function that takes the decorated function's ``**options``.
+        sharded: Whether modules may be sharded, for functions of their structure alone, or of all ranks.
 
     Raises:
-        InputError: By the decorated function, if an argument is of another kind.
+        InputError: By the decorated function, if an argument is of another kind, or a module is sharded.
         OutOfMemoryError: By the decorated function, if the host or the device cannot hold a tensor.
         TypeError: By the decorated function, if arguments are unknown or too many.
 
@@ -97,6 +98,8 @@ def checked(
                 hint = f"; in this order it takes {', '.join(places)}, all others by name" if "too many" in str(error) else ""
                 raise TypeError(f"{caller}: {error}{hint}") from None
             for name, value in arguments.items():
+                if not sharded and name != "self":
+                    check_whole(caller, value)
                 if not fits(value, annotation(name)):
                     raise InputError(f"{caller}: {_misfit(name, value, annotation(name))}")
             try:
@@ -122,6 +125,42 @@ def _out_of_memory(error: RuntimeError) -> str | None:
         return f"{str(error).splitlines()[0].rstrip('.')}; {advice}"
     request = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
     return f"one tensor of {int(request[1]) / 2**30:,.1f} GiB does not fit; use smaller sizes" if request else None
+
+
+SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
+"""Names of torch's classes of sharded modules and parameters; to import the classes takes as long as torch itself."""
+
+
+def check_whole(caller: str, value: Any) -> None:
+    """Raise InputError for a module, or tensors by name, whose values are spread over processes or were freed by FSDP."""
+    for name, part in _parts(value):
+        kind = next((base.__name__ for base in type(part).__mro__ if base.__name__ in SHARDED), None)
+        if kind is not None or _is_freed(part):
+            state = f"is sharded ({kind}), and only part" if kind else "was gathered by FSDP and freed, and none"
+            raise InputError(
+                f"{caller}: {repr(name) if name else 'the module'} {state} of its values is here; use "
+                "hessiankit.training.distributed (hessian_operator for products, sharpness for block types), or pass a whole copy"
+            )
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield modules and tensors, by name, of a module or of a mapping; nothing of anything else."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), x) for key, x in value.items())
+    elif not isinstance(value, type) and callable(getattr(value, "named_modules", None)):
+        for prefix, module in value.named_modules():
+            yield prefix, module
+            tensors = (*module._parameters.items(), *module._buffers.items(), *vars(module).items())
+            yield from ((f"{prefix}.{key}".lstrip("."), x) for key, x in tensors)
+
+
+def _is_freed(x: Any) -> bool:
+    """Tell whether a tensor has entries and no memory for them; a lazy, meta or wrapping one has none anyway."""
+    kinds = {base.__name__ for base in type(x).__mro__}
+    if "Tensor" not in kinds or "UninitializedTensorMixin" in kinds or hasattr(x, "__tensor_flatten__"):
+        return False
+    is_held = str(x.layout) == "torch.strided" and not x.is_meta and not x.is_nested
+    return is_held and bool(x.numel()) and not x.untyped_storage().nbytes()
 
 
 def original(x: Any) -> Any:

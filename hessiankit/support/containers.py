@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import has_memory, is_wrapper
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,30 +95,37 @@ def check_dense(caller: str, name: str, x: Tensor, *, constant: bool = False) ->
         raise InputError(f"{caller}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
 
 
-def check_values(caller: str, name: str, x: Tensor, *, constant: bool = False) -> None:
-    """Raise InputError for a tensor that :func:`check_dense` refuses, or one of a subclass that keeps its numbers elsewhere."""
+def check_values(caller: str, name: str, x: Tensor, *, constant: bool = False, wrapper: bool = False) -> None:
+    """Raise InputError for a tensor that :func:`check_dense` refuses, or one that keeps its numbers in other tensors.
+
+    The latter may do so with ``wrapper``, if it tells in which.
+    """
     check_dense(caller, name, x, constant=constant)
-    if x.layout == torch.strided and not _has_memory(x):
+    if has_memory(x) and not _is_readable(x):
         raise InputError(
-            f"{caller}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised or sharded "
-            "weights), whose operations cannot be traced; put a plain tensor in its place, e.g. the dequantised weights"
+            f"{caller}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others and has no __tensor_flatten__ "
+            "that tells in which, so changes of it cannot be seen; put a plain tensor in its place, e.g. the dequantised weights"
+        )
+    if is_wrapper(x) and not wrapper:
+        raise InputError(
+            f"{caller}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised weights): only "
+            "constants of a module may be that: call requires_grad_(False) on it or leave it out of params; pass plain data"
         )
 
 
 def address(x: Tensor) -> int:
     """Return an identifier of a tensor's memory: the address of its storage, or its own id if it has none or no entries.
 
-    Empty tensors share the address 0, and a sparse tensor has no storage: neither shares memory with another tensor.
+    Empty tensors share the address 0, and a sparse tensor or a wrapper has no storage: none shares memory with another tensor.
 
     >>> x, empty, other = torch.zeros(3), torch.zeros(0), torch.zeros(0)
     >>> address(x) == address(x[1:]), address(empty) == address(other)
     (True, False)
     """
-    return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else id(x)
+    return x.untyped_storage().data_ptr() if has_memory(x) and x.numel() else id(x)
 
 
-def _has_memory(x: Tensor) -> bool:
-    """Tell whether a tensor has memory of its own; a subclass may hold other tensors instead."""
+def _is_readable(x: Tensor) -> bool:
     try:
         x.untyped_storage().data_ptr()
     except RuntimeError:

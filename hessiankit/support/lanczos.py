@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
+from hessiankit.support.inner_products import entries, inner, norm, summed
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 CHUNK = 2**16  # entries of the vectors that a restart combines at once
@@ -78,14 +79,14 @@ class LanczosBasis:
     def _aim(self, vector: Tensor) -> None:
         """Set the next direction, a unit vector orthogonal to all others."""
         for _ in range(2):  # once more: the first pass leaves what rounding made of a large component
-            vector = self._orthogonal(vector / vector.norm())[0]
-        self.direction = vector / vector.norm()
+            vector = self._orthogonal(vector / norm(vector))[0]
+        self.direction = vector / norm(vector)
 
     def _orthogonal(self, w: Tensor, n: int | None = None) -> tuple[Tensor, Tensor]:
         if self.against is not None:
-            w = w - (self.against @ w) @ self.against
+            w = w - summed(self.against @ w) @ self.against
         Q = self.Q[: self.n if n is None else n]
-        column = Q @ w
+        column = summed(Q @ w)
         return w - column @ Q, column
 
     def turn(self) -> None:
@@ -95,17 +96,17 @@ class LanczosBasis:
         self.draws += 1
         self._aim(torch.randn(self.Q.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(self.Q))
         self.dropped += float(self.known.norm())
-        self.known = self.known * float(old_direction @ self.direction)
+        self.known = self.known * inner(old_direction, self.direction)
 
     def take(self, w: Tensor) -> None:
         """Take the product of H with :attr:`direction`; an InputError where it is not finite, or H is not symmetric."""
         n = self.n + 1
         self.Q[n - 1] = self.direction
-        self.largest = max(self.largest, float(w.norm()))
+        self.largest = max(self.largest, norm(w))
         w, column = self._orthogonal(w, n)
         w, correction = self._orthogonal(w, n)
         projections = (column + correction).double().cpu()
-        beta = float(w.norm())
+        beta = norm(w)
         if not math.isfinite(beta):
             raise InputError(f"lanczos: product {self.taken + 1} with the matrix is NaN or infinite: there are no eigenvalues")
         loss = float((projections[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
@@ -209,7 +210,8 @@ def extreme_eigenpairs(
     Raises:
         InputError: A product is not finite, or H is not symmetric.
     """
-    pairs, space = top + bottom, LanczosBasis(start, min(basis, start.numel()), seed=seed)
+    size = entries(start)
+    pairs, space = top + bottom, LanczosBasis(start, min(basis, size), seed=seed)
     verifying = pairs if again else 1  # products after the search
     goal = tol / 2 if again else 0.9 * tol  # the rest is for residuals that turns leave out, and for rounding
     old_values: Tensor | None = None  # the wanted values when they converged last
@@ -220,7 +222,7 @@ def extreme_eigenpairs(
         columns = sorted({*range(n - min(top, n), n), *range(min(bottom, n))})
         scale = float(values.abs().max())
         good = space.beta * vectors[-1, columns].abs() <= goal * scale
-        if n == start.numel() or space.taken >= most - verifying:
+        if n == size or space.taken >= most - verifying:
             break
         if n >= pairs and bool(good.all()):
             new = old_values is None or bool(((values[columns] - old_values).abs() > tol * scale).any())
@@ -238,13 +240,13 @@ def extreme_eigenpairs(
         tell(space.taken, int(good.sum()))
     ends, weights = values[columns[::-1]], vectors[:, columns[::-1]]
     V = space.combine(weights)
-    V = V / V.norm(dim=1, keepdim=True)
+    V = V / summed(V.square().sum(1, keepdim=True)).sqrt()
     # H V = V diag(values) + direction last^T, but for rounding and the residuals that turns left out
     last = torch.zeros_like(ends) if again else space.beta * weights[-1]
     HV = ends.to(V).unsqueeze(1) * V + torch.outer(last.to(V), space.direction)
     rows, expected = (V, HV) if again else (V.sum(0, keepdim=True), HV.sum(0, keepdim=True))
     seen = product(rows[0]).unsqueeze(0) if len(rows) == 1 else product(rows.T).T
-    residuals = last.abs() + (seen - expected).norm(dim=1).double().cpu()
+    residuals = last.abs() + summed((seen - expected).square().sum(1)).sqrt().double().cpu()
     ok = len(V) == pairs and bool((residuals <= tol * scale).all())
     return RitzPairs(ends, V, residuals, space.taken + len(rows), ok)
 

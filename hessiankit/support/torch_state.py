@@ -76,12 +76,30 @@ def _has_one_mode(model: nn.Module) -> bool:
     return not any(True in node.args for node in modal)
 
 
+def is_wrapper(x: Tensor) -> bool:
+    """Tell whether a tensor is of a class that keeps its numbers in other tensors, as quantised weights do."""
+    return hasattr(x, "__tensor_flatten__")
+
+
+def has_memory(x: Tensor) -> bool:
+    """Tell whether the entries of a tensor lie in memory of its own one by one: it is neither sparse nor a wrapper."""
+    return x.layout is torch.strided and not is_wrapper(x)
+
+
+def is_narrow(x: Tensor) -> bool:
+    """Tell whether a tensor has floating-point entries of one byte, which torch has few operations for."""
+    return x.is_floating_point() and x.itemsize == 1
+
+
 def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that a sparse tensor consists of, values last; of an ordinary tensor itself alone.
+    """Return the tensors that a sparse tensor or a wrapper consists of, values last; of an ordinary tensor itself alone.
 
     >>> [part.tolist() for part in strided_parts(torch.eye(2).to_sparse())]
     [[[0, 1], [0, 1]], [1.0, 1.0]]
     """
+    if is_wrapper(x):
+        names, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        return tuple(part for name in names for part in strided_parts(getattr(x, name)))
     if x.layout is torch.strided:
         return (x,)
     if x.layout is torch.sparse_coo:
@@ -122,7 +140,8 @@ def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
         parts = list(zip(strided_parts(x), strided_parts(copy), strict=True)) if kinds[0] == kinds[1] else []
         differences.append(kinds[0] != kinds[1] or any(a.shape != b.shape for a, b in parts))
         if not differences[k]:
-            comparisons += [(k, a, b) for a, b in parts if a.device.type != "cpu" or not torch.equal(a, b)]
+            bits = [(a.view(torch.uint8), b.view(torch.uint8)) if is_narrow(a) else (a, b) for a, b in parts]
+            comparisons += [(k, a, b) for a, b in bits if a.device.type != "cpu" or not torch.equal(a, b)]
     unequal = read_numbers(((a != b) & ((a == a) | (b == b))).any() for _, a, b in comparisons)
     for (k, _, _), value in zip(comparisons, unequal, strict=True):
         differences[k] = differences[k] or value

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hessiankit.support.torch_state import strided_parts
+
 
 def digest(x: Any) -> str:
     """Return a digest of tensors and plain values, nested in any way.
@@ -21,8 +23,9 @@ def digest(x: Any) -> str:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            flat = leaf.detach().cpu().contiguous().reshape(-1)
-            total.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+            for part in strided_parts(leaf):
+                flat = part.detach().cpu().contiguous().reshape(-1)
+                total.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
         else:
             plain = leaf is None or isinstance(leaf, (bool, int, float, str))
             total.update((repr(leaf) if plain else type(leaf).__qualname__).encode())

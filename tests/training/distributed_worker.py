@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sharded_models
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -142,9 +143,7 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
         operator = hd.hessian_operator(model().eval(), pairs, loss="cross_entropy", kind=kind)
         product = operator @ vectors(operator.shape[0])
         found[kind] = {"product": product.tolist(), "loss": operator.loss, "gradient": operator.gradient.tolist()}
-    operator = hd.hessian_operator(
-        sharded(model()).eval(), pairs, loss="cross_entropy", replica=model(), params=["embedding.P", "final_norm.*"]
-    )
+    operator = hd.hessian_operator(model().eval(), pairs, loss="cross_entropy", params=["embedding.P", "final_norm.*"])
     top = hd.top_eigenvalues(operator, 2)
     found["lanczos"] = {"values": top.values.tolist(), "residuals": top.residuals.tolist()}
     found["no convergence"] = caught(lambda: hd.top_eigenvalues(operator, 3, max_products=5))
@@ -157,6 +156,43 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
         options = {"k": 2, name: values[last]}
         said = caught(partial(hd.top_eigenvalues, operator, **options))
         found["other options"].append([f"{name} is {values[0]!r} on rank 0 and {values[1]!r} on rank {size - 1}", said])
+    return found
+
+
+def sharded_cases(rank: int, size: int) -> dict[str, Any]:
+    """Multiply with the matrices of models that are spread over the ranks, and find eigenvalues and solutions."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    replicas = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def spread(name: str, **options: Any) -> nn.Module:
+        made = sharded_models.MODELS[name]()
+        for layer in sharded_models.layers(made):
+            fully_shard(layer, **options)
+        return fully_shard(made, **options)
+
+    def whole(vector: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.full_tensor().tolist() for name, x in vector.items()}
+
+    found: dict[str, Any] = {}
+    for name, kind in sharded_models.KINDS:
+        made = spread(name, **({"mesh": replicas} if kind == "ggn" else {}))
+        operator = hd.hessian_operator(made, sharded_models.share(rank, size), loss="cross_entropy", kind=kind)
+        parameters = {n: p for n, p in made.named_parameters() if p.requires_grad}
+        drawn = sharded_models.vector({n: tuple(p.shape) for n, p in parameters.items()})
+        v = {n: distribute_tensor(drawn[n], p.device_mesh, p.placements) for n, p in parameters.items()}
+        of_case = found[f"{name}, {kind}"] = {"product": whole(operator @ v), "loss": operator.loss}
+        if name == "adapters" or kind == "ggn":
+            top = hd.top_eigenvalues(operator, 2)
+            solution = operator.solve(v, damping=1.0 if kind == "ggn" else 50.0, tol=1e-13)
+            of_case |= {"eigenvalues": top.values.tolist(), "solution": whole(solution.x), "residual": solution.residual}
+    calls = (hk.scalar_estimates, hk.spectrum, partial(hk.curvature.solving.solve, b=operator.gradient))
+    found["sums"] = [caught(partial(call, operator)) for call in calls]
+    found["refused"] = [caught(lambda: 2 * operator), caught(operator.to_matrix), caught(lambda: operator.approximation("kfac"))]
+    with torch.no_grad():
+        next(iter(parameters.values())).mul_(2)
+    found["changed"] = caught(lambda: operator @ v)
     return found
 
 
@@ -215,7 +251,6 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
     ]
     of_operator = [
         (differs, operator(constant)),
-        ("the model is sharded by fully_shard, and products need it whole; pass replica=", operator(sharded(model()), data)),
         *(
             (apart(name, *values), operator(plain, **{name: values[last]}))
             for name, values in {
@@ -229,7 +264,7 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
         ("the weights of the ranks' batches are unknown with unknown", operator(plain, data, loss=unknown)),
         (labels_lie, operator(plain, wrong)),
     ]
-    whole = "the module is sharded (FSDPModule), and only part of its values is here; pass a whole copy"
+    whole = "the module is sharded (FSDPModule), and only part of its values is here; use hessiankit.training.distributed"
     of_one_process: dict[str, Any] = {name: [] for name in ("hessian", "check")}
     for is_called in (False, True):
         spread = sharded(model()).eval()
@@ -270,6 +305,7 @@ def all_cases(rank: int, size: int) -> dict[str, Any]:
     return {
         "sharpness": sharpness_cases(rank, size),
         "operator": operator_cases(rank, size),
+        "sharded": sharded_cases(rank, size),
         "errors": error_cases(rank, size),
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import distributed_worker as worker
 import pytest
+import sharded_models
 import torch
 
 import hessiankit as hk
@@ -130,6 +131,40 @@ def test_eigenvalues_are_those_of_the_dense_hessian(found: dict[str, Any]) -> No
     assert "the block of vectors is '(" in found["operator"]["other vectors"]
     for expected, line in found["operator"]["other options"]:
         assert line.startswith(f"InputError: top_eigenvalues: {expected}; expected the same on every rank")
+
+
+@pytest.mark.parametrize(("name", "kind"), sharded_models.KINDS)
+def test_products_of_sharded_models_are_those_of_one_process(found: dict[str, Any], name: str, kind: str) -> None:
+    tokens, labels = sharded_models.sequences()
+    operator = hk.hessian_operator(sharded_models.MODELS[name](), tokens, labels, loss="cross_entropy", kind=kind)
+    v, here = sharded_models.vector(dict(operator.shapes)), found["sharded"][f"{name}, {kind}"]
+
+    def agrees(value: dict[str, Any], expected: dict[str, torch.Tensor], tolerance: float) -> bool:
+        pairs = [(torch.tensor(value[n], dtype=torch.float64), x) for n, x in expected.items()]
+        return max(float((a - b).abs().max()) for a, b in pairs) <= tolerance * max(float(b.abs().max()) for _, b in pairs)
+
+    assert agrees(here["product"], operator @ v, EXACT)
+    assert here["loss"] == pytest.approx(operator.loss, rel=EXACT)
+    if "eigenvalues" in here:
+        matrix = operator.to_matrix()
+        assert here["eigenvalues"] == pytest.approx(torch.linalg.eigvalsh(matrix).flip(0)[:2].tolist(), rel=EXACT)
+        flat = torch.cat([x.reshape(-1) for x in v.values()])
+        shift = (1.0 if kind == "ggn" else 50.0) * torch.eye(len(flat), dtype=torch.float64)
+        exact = torch.linalg.solve(matrix + shift, flat).split([x.numel() for x in v.values()])
+        solution = {n: x.reshape(v[n].shape) for n, x in zip(v, exact, strict=True)}
+        assert agrees(here["solution"], solution, EXACT)
+
+
+def test_a_piece_is_not_taken_for_a_vector(found: dict[str, Any]) -> None:
+    for caller, line in zip(("scalar_estimates", "spectrum", "solve"), found["sharded"]["sums"], strict=True):
+        assert line.startswith(
+            f"InputError: {caller}: the operator is of a sharded model, and this process holds a piece of each"
+        )
+    assert all(line.startswith("InputError: hessian_operator: ") for line in found["sharded"]["refused"])
+
+
+def test_a_sharded_model_that_changes_is_noticed(found: dict[str, Any]) -> None:
+    assert "has been given other values since" in found["sharded"]["changed"]
 
 
 def test_a_mistake_on_one_rank_is_the_same_line_on_all(found: dict[str, Any]) -> None:

@@ -282,14 +282,6 @@ def test_the_model_inside_a_wrapper_is_measured(tmp_path):
     assert all(not name.startswith("module.") for name in monitor.measure(0)["norms"]["tensors"])
 
 
-def test_sharded_parameters_are_refused(tmp_path):
-    model = small()
-    monitor = Monitor(model, pair(), tmp_path / "run.jsonl")
-    next(model.parameters()).device_mesh = "of two"
-    with pytest.raises(hk.InputError, match="is sharded over several processes"):
-        monitor.step(0)
-
-
 def test_a_measurement_of_ones_own(tmp_path):
     def largest(model, batches, step):
         assert not model.training

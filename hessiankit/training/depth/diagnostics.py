@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hessiankit.blocks import TransformerBlock
 from hessiankit.request.checks import IGNORE_INDEX, check_layers
 from hessiankit.request.data import FORMS
-from hessiankit.request.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, check_name
@@ -233,7 +232,6 @@ def depth_diagnostics(
     >>> report.laws.best, [round(s.value, 12) for s in report.jacobians.spectral], report.jacobians.gain.value
     ('exponential', [0.5, 0.5, 0.5], 3.375)
     """
-    check_unsharded(WHO, model)
     quantities = _quantities(what)
     check_name(WHO, "tokens", tokens, ("all", "last"))
     check_name(WHO, "curvature", curvature, METHODS)

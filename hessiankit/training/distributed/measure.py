@@ -67,7 +67,7 @@ def replicated(ranks: Ranks, model: nn.Module, batches: list[MicroBatch], option
 AGREED = ("loss", "draws", "seed", "per", "kind", "histograms", "shift")
 
 
-@checked("sharpness", rest=SharpnessOptions)
+@checked("sharpness", rest=SharpnessOptions, sharded=True)
 def sharpness(
     model: nn.Module,
     data: Any,

@@ -1,36 +1,38 @@
-"""The Hessian of a loss over data spread over machines, as an operator, and its largest eigenvalues by Lanczos.
-
-Rank 0 runs the iteration and broadcasts every vector: ranks that iterate by themselves could round differently on different
-processors, stop after different numbers of products, and deadlock.
-"""
+"""The Hessian of a loss over data spread over machines, as an operator: of whole models, and of models that are sharded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearise_all
-from hessiankit.engine.linearisation import Constant, LinearisedBatch
+from hessiankit.curvature.solving import Solution
+from hessiankit.engine.linearisation import Constant, Linearisation, LinearisedBatch
 from hessiankit.engine.parts import WORKSPACE
-from hessiankit.request.batch_loss import BatchLoss
-from hessiankit.request.data import Weights, read_data
-from hessiankit.request.fisher import KINDS
-from hessiankit.request.loss import LossArgument, read_loss
+from hessiankit.request.batch_loss import BatchLoss, ModulePoint
+from hessiankit.request.cancellation import ROUNDING
+from hessiankit.request.checks import check_layers, check_tensors
+from hessiankit.request.data import Counts, Weights, read_data
+from hessiankit.request.first_call import first_call
+from hessiankit.request.fisher import KINDS, Curvature
+from hessiankit.request.loss import Loss, LossArgument, read_loss
+from hessiankit.request.loss_trace import LossTrace, loss_trace
 from hessiankit.request.read import read_request
 from hessiankit.request.selection import Params, select
 from hessiankit.request.state import ModuleState
 from hessiankit.support.containers import map_tensors, named_tensors
-from hessiankit.support.errors import InputError, check_name
-from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs
+from hessiankit.support.errors import InputError, TraceError, check_name
+from hessiankit.support.inner_products import spread_over
 from hessiankit.training.distributed.ranks import (
     Ranks,
     check_same_function,
@@ -39,7 +41,8 @@ from hessiankit.training.distributed.ranks import (
     common,
     described,
 )
-from hessiankit.training.distributed.sharded import filled, is_sharded, unwrapped
+from hessiankit.training.distributed.sharded import is_sharded, own_gradient, unwrapped
+from hessiankit.training.distributed.shards import ShardedModel, ShardedParameters, ShardedState
 
 WHO = "hessian_operator"
 
@@ -99,9 +102,8 @@ def hessian_operator(
     block_size: int | None = None,
     weights: Weights = None,
     reduction: str | None = None,
-    replica: nn.Module | None = None,
     group: dist.ProcessGroup | None = None,
-) -> DistributedOperator:
+) -> DistributedOperator | ShardedOperator:
     """Return the Hessian of the loss over the data of all ranks: equal to :func:`hessiankit.hessian_operator` on all of them.
 
     Every rank calls it, with its own data, and takes part in every product. Each linearises its share at copies of the
@@ -115,8 +117,6 @@ def hessian_operator(
         params: Parameters, as there; whole ones.
         kind: ``"hessian"``, ``"ggn"``, ``"fisher"`` or ``"fisher-empirical"``.
         block_size: Vectors of a block treated at once; by default what all ranks have room for.
-        replica: Second model of a sharded model's architecture, not sharded. The parameters are gathered
-            into it, so each rank needs room for the whole model.
         group: The process group; by default all processes. Without torch.distributed, the only process.
 
     Raises:
@@ -154,7 +154,7 @@ def hessian_operator(
     ranks.agree(loss=loss_name, kind=kind, block_size=block_size, reduction=reduction, weighted=weights is not None)
     module = ranks.together(lambda: unwrapped(WHO, model))
     if is_sharded(module):
-        module = filled(ranks, module, replica)
+        return sharded_operator(ranks, module, data, target, loss, params, kind, block_size, weights, reduction)
     parameters = ranks.together(lambda: select(WHO, module, params))
     check_same_tensors(ranks, parameters, "parameter")
     check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in parameters}, "constant parameter")
@@ -184,6 +184,198 @@ def hessian_operator(
     total = 1.0 if (reduction or read_loss(loss).reduction) == "sum" else terms
     batches_of_rank = [replace(batch, share=batch.count / total) for batch in batches_of_rank]
     return ranks.together(lambda: DistributedOperator(ranks, batches_of_rank, linearisations, kind, block_size))
+
+
+class ShardedOperator(HessianOperator):
+    """A :class:`hessiankit.HessianOperator` of a model that ``fully_shard`` has spread; made by :func:`hessian_operator`.
+
+    Vectors are this rank's pieces of the parameters, one after the other, (entries here,), or dicts or lists of the pieces, or of
+    tensors that are sharded as the parameters are. ``shape``, ``slices`` and ``shapes`` are those of the pieces, ``size`` is the
+    number of parameters P. All ranks multiply at the same time. ``solve`` and ``top_eigenvalues`` sum inner products over the
+    ranks; functions that take them by themselves, as those of SciPy do, see one rank's piece.
+    """
+
+    order, of_pieces = " of this rank's pieces", True
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: ShardedModel,
+        batches: list[BatchLoss],
+        linearised: list[LinearisedBatch],
+        kind: str,
+        block_size: int | None,
+    ) -> None:
+        self.ranks, self._model = ranks, model
+        largest = max(ranks.gather(max(batch.bytes_per_vector for batch in linearised)))
+        super().__init__(batches, linearised, kind, block_size or max(1, WORKSPACE // largest), total=_of_pieces)
+        self.loss = math.fsum(ranks.gather(float(self.loss)))
+        self.size = sum(model.shards[name].numel() for name in self.names)
+        self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
+        _ = self.gradient, self.symmetry_error
+
+    @contextmanager
+    def whole_vectors(self) -> Iterator[None]:
+        """Take inner products over the pieces of all ranks within the context."""
+        with spread_over(lambda terms: self.ranks.sum(terms.clone()) / self._model.replicas):
+            yield
+
+    def solve(self, b: Any, **options: Any) -> Solution:
+        with self.whole_vectors():
+            return super().solve(b, **options)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        with self.whole_vectors():
+            return super()._rows(rows)
+
+    @property
+    def symmetry_error(self) -> float:
+        """As of :class:`hessiankit.HessianOperator`."""
+        with self.whole_vectors():
+            return super().symmetry_error
+
+    def compare(self, slopes: Mapping[str, Tensor], loss: float) -> None:
+        """Compare loss and gradient with those of the model's own call and backward pass; slopes are this rank's pieces."""
+        eps = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._linearised))
+        traced = {name: self.gradient[at].reshape(self.shapes[name]) for name, at in self.slices.items()}
+        sizes = [[_largest(slopes[n]), _largest(x), _largest(slopes[n] - x)] for n, x in traced.items()]
+        sizes = torch.tensor(self.ranks.gather(sizes), dtype=torch.float64, device="cpu").amax(0).tolist()
+        steepest = max(own for own, _, _ in sizes)
+        sizes.append([abs(loss), abs(self.loss), abs(loss - self.loss)])
+        for name, (own, seen, apart) in zip((*traced, ""), sizes, strict=True):
+            if not apart <= eps**0.5 * max(own, seen) + ROUNDING * eps * steepest:
+                what = f"the gradient with respect to {name!r}" if name else "the loss"
+                raise TraceError(
+                    f"{WHO}: {what}, as traced, is off by {apart / max(own, seen):.1e} of that of the model's own call: a custom "
+                    "backward that is not the derivative of its forward, a hook that changes a gradient, or something done only "
+                    "where nobody watches; nothing is returned"
+                )
+
+    def _check_finite(self, rows: Tensor, products: Tensor) -> None:
+        self.ranks.together(lambda: super(ShardedOperator, self)._check_finite(rows, products))
+
+    def _rounding_of(self, v: Tensor) -> float:
+        """Return 0: the values that show how much cancels are not held, so an asymmetry beyond rounding is an error."""
+        return 0.0
+
+    def _flat(self, tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
+        named = tensors if isinstance(tensors, Mapping) else dict(zip(self.names, tensors, strict=False))
+        for name, x in named.items():
+            shard = self._model.shards.get(name)
+            if isinstance(x, DTensor) and shard is not None and (x.shape, x.placements) != (shard.shape, shard.placements):
+                raise InputError(
+                    f"{WHO}: {name!r} of the vector is {tuple(x.shape)} laid out as {x.placements}; expected the parameter's "
+                    f"{tuple(shard.shape)}, {shard.placements}"
+                )
+        return super()._flat({name: x.to_local() if isinstance(x, DTensor) else x for name, x in named.items()})
+
+    def _like(self, tensors: Mapping[str, Tensor] | Sequence[Tensor], vector: Tensor) -> dict[str, Tensor] | list[Tensor]:
+        values = tensors.values() if isinstance(tensors, Mapping) else tensors
+        named = {name: vector[self.slices[name]].reshape(self.shapes[name]) for name in self.names}
+        if any(isinstance(x, DTensor) for x in values):
+            named = {name: self._model.like(name, x) for name, x in named.items()}
+        return named if isinstance(tensors, Mapping) else list(named.values())
+
+    def approximation(self, name: str) -> NoReturn:
+        """Refuse: an approximation needs whole layers."""
+        raise InputError(
+            f"{WHO}: {name!r} is not built of a sharded model; pass a function of this rank's pieces as preconditioner"
+        )
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise InputError(f"{WHO}: blocks of the matrix of a sharded model are not cut; pass params=[...] to hessian_operator")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise InputError(f"{WHO}: a sharded model has products, solve(b) and top_eigenvalues(operator); no sums, no whole matrix")
+
+    block_diagonal = to_matrix = eigvalsh = inverse = __add__ = __mul__ = __rmul__ = _refuse  # type: ignore[assignment]
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _of_pieces(terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the sum of the batches' terms, which have been summed over the ranks with their weights."""
+    return reduce(Tensor.add_, terms)
+
+
+def sharded_operator(
+    ranks: Ranks,
+    module: nn.Module,
+    data: Any,
+    target: Any,
+    loss: LossArgument,
+    params: Params,
+    kind: str,
+    block_size: int | None,
+    weights: Weights,
+    reduction: str | None,
+) -> ShardedOperator:
+    """Return the operator of a sharded model; arguments as of :func:`hessian_operator`.
+
+    All ranks linearise as many batches: one with fewer takes a batch of another rank, with weight 0.
+    """
+    model = ranks.together(lambda: ShardedModel(ranks, module))
+    with model.plain(), ExitStack() as presence:
+        for name in model.whole:
+            presence.enter_context(model.present([name]))
+
+        def point() -> tuple[ModulePoint, Loss]:
+            check_layers(module)
+            names = select(WHO, module, params)
+            check_tensors(module, names)
+            criterion = read_loss(loss)
+            pieces = {name: piece for name, piece in model.pieces.items() if name in names}
+            return ModulePoint(module, pieces, ShardedState(model, criterion.function)), criterion
+
+        at, criterion = ranks.together(point)
+        check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
+        ranks.agree(**{"the selection of parameters": list(at.parameters)})
+        pairs, counts = ranks.together(lambda: _weighted(module, data, target, loss, weights, reduction))
+        spare = common(ranks, map_tensors(lambda x: x.detach().cpu(), pairs[:1]))
+        total = math.fsum(count for of_rank in ranks.gather(counts) for count in of_rank)
+        if spare is None or not total:
+            raise InputError(f"{WHO}: no rank holds a batch that counts; pass data on one of them at least")
+        total = 1.0 if (reduction or criterion.reduction) == "sum" else total
+        idle = max(map(len, ranks.gather(counts))) - len(counts)
+        pairs, counts = [*pairs, *[map_tensors(lambda x: x.to(at.device), spare)] * idle], [*counts, *[0.0] * idle]
+        curvature = Curvature(kind, 0, 1)
+        batches, linearised = list[BatchLoss](), list[LinearisedBatch]()
+        for (inputs, labels), count in zip(pairs, counts, strict=True):
+
+            def traced(inputs: Any = inputs, labels: Any = labels, count: float = count) -> tuple[BatchLoss, LossTrace]:
+                batch = curvature.of(first_call(at, criterion, inputs, labels, handshake=False))
+                batch = replace(batch, count=count, share=count / total)
+                trace = loss_trace(batch, is_deferred=True)
+                if trace.trace.fallbacks:
+                    raise InputError(
+                        f"{WHO}: {trace.trace.fallbacks[0]} has no closed form yet, which a sharded model cannot be "
+                        "differentiated without; write it in other operations, or pass a whole copy of the model"
+                    )
+                return batch, trace
+
+            batch, trace = ranks.together(traced)
+            batches.append(batch)
+            with torch.no_grad():
+                memory = ShardedParameters(model, batch.share)
+                one = Linearisation(
+                    batch, gauss_newton=kind != "hessian", recompute="layers", traced_loss=trace, parameters=memory
+                )
+            linearised.append(one)
+        _check_same_function(ranks, batches[0], has_data=True)
+    operator = ShardedOperator(ranks, model, batches, linearised, kind, block_size)
+    operator.compare(*own_gradient(ranks, module, batches))
+    return operator
+
+
+def _weighted(
+    module: nn.Module, data: Any, target: Any, loss: LossArgument, weights: Weights, reduction: str | None
+) -> tuple[list[tuple[Any, Any]], list[float]]:
+    """Return this rank's batches that count, and their weights."""
+    pairs, factors = _counting(module, data, target, loss, weights)
+    counts = Counts(read_loss(loss), factors, reduction, is_many=len(pairs) > 1)
+    return pairs, [counts.of(number, *pair) for number, pair in enumerate(pairs)]
 
 
 def _check_same_function(ranks: Ranks, batch: BatchLoss, has_data: bool) -> None:
@@ -226,86 +418,3 @@ def _counting(
 
 def _named(loss: LossArgument) -> str:
     return repr(loss) if loss is None or isinstance(loss, str) else str(getattr(loss, "__name__", type(loss).__name__))
-
-
-LANCZOS = "top_eigenvalues"
-ENDS = ("LA", "SA", "LM")
-EXACT, ROUGH = 1e-12, 1e-4
-"""Relative residuals that are asked for by default, in float64 and in other types."""
-
-
-def top_eigenvalues(
-    operator: HessianOperator, k: int = 1, *, which: str = "LA", tol: float | None = None, max_products: int = 1000, seed: int = 0
-) -> RitzPairs:
-    """Return the ``k`` largest eigenvalues of an operator with their vectors, to every rank the same bits.
-
-    By the Lanczos iteration of :func:`hessiankit.spectrum`, on rank 0. Memory there: about 2 k + 20 vectors.
-
-    Args:
-        operator: Operator of :func:`hessiankit.training.distributed.hessian_operator`, on every rank of it; or of
-            :func:`hessiankit.hessian_operator`.
-        k: Number of eigenvalues; fewer than there are parameters.
-        which: ``"LA"``, the largest, in descending order; ``"SA"``, the smallest, in ascending order; ``"LM"``, those of largest
-            absolute value, by that.
-        tol: Bound of the residuals, relative to the largest absolute value; by default 1e-12 in float64, 1e-4 in other types.
-        max_products: Products with the operator at most.
-        seed: Seed of the first vector.
-
-    Raises:
-        InputError: If an argument cannot be used, or the iteration does not converge.
-        RankError: If another rank stopped, or did not answer before the process group's time-out.
-
-    The Hessian of mean((x w)^2) over the rows x = (1, 0), (0, 2) is diag(1, 4):
-
-    >>> import hessiankit as hk
-    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
-    >>> round(float(top_eigenvalues(hk.hessian_operator(layer, x, torch.zeros_like(x[:, :1]))).values), 9)
-    4.0
-    """
-    ranks = Ranks(LANCZOS, operator.ranks.group) if isinstance(operator, DistributedOperator) else Ranks(LANCZOS, is_single=True)
-    size, dtype = operator.shape[0], operator.torch_dtype
-
-    def check() -> None:
-        check_name(LANCZOS, "which", which, ENDS)
-        if not 1 <= k < size:
-            raise InputError(f"{LANCZOS}: k={k}, and the operator is {size} x {size}; expected 1 to {size - 1}")
-
-    ranks.together(check)
-    ranks.agree(k=k, which=which, tol=tol, max_products=max_products, seed=seed)
-    if ranks.rank:
-        return _follow(ranks, operator)
-
-    def multiply(vectors: Tensor) -> Tensor:
-        ranks.broadcast(vectors.cpu())
-        return operator @ vectors
-
-    start = torch.randn(size, generator=torch.Generator().manual_seed(seed), device="cpu").to(operator.device, dtype)
-    bottom = 0 if which == "LA" else k
-    top = 0 if which == "SA" else min(k, size - bottom)
-    tol = tol or (EXACT if dtype == torch.float64 else ROUGH)
-    try:
-        pairs = extreme_eigenpairs(
-            multiply, start, top=top, bottom=bottom, tol=tol, most=max_products, basis=2 * (top + bottom) + 20
-        )
-        if not pairs.converged:
-            worst = f"{float(pairs.residuals.max()):.1e} after {pairs.products} products"
-            raise InputError(f"{LANCZOS}: a residual is {worst}; raise max_products or tol")
-    except InputError as error:
-        ranks.broadcast(str(error))
-        raise
-    keys = {"LA": -pairs.values, "SA": pairs.values, "LM": -pairs.values.abs()}
-    order = keys[which].argsort(stable=True)[:k]
-    largest = replace(pairs, values=pairs.values[order], vectors=pairs.vectors.cpu()[order], residuals=pairs.residuals[order])
-    result: RitzPairs = ranks.broadcast(largest)
-    return result
-
-
-def _follow(ranks: Ranks, operator: HessianOperator) -> RitzPairs:
-    """Multiply by what rank 0 sends, until it sends the result or an error."""
-    while isinstance(message := ranks.broadcast(None), Tensor):
-        operator @ message.to(operator.device)
-    if isinstance(message, str):
-        raise InputError(message)
-    result: RitzPairs = message
-    return result

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from hessiankit.support.containers import named_tensors
 from hessiankit.support.errors import HessiankitError, InputError, named
 from hessiankit.support.package import __version__
+from hessiankit.support.torch_state import has_memory
 from hessiankit.training.digest import digest
 from hessiankit.training.sharpness.batches import MicroBatch, evaluating, forward
 
@@ -253,7 +254,7 @@ class _Calls(TorchDispatchMode):
             self._name(x, repr(name))
 
     def _name(self, x: Tensor, name: str) -> None:
-        memory = x.untyped_storage() if x.layout is torch.strided else x
+        memory = x.untyped_storage() if has_memory(x) else x
         self._names[_address(x)] = (name, memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,7 +274,7 @@ class _Calls(TorchDispatchMode):
             shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
             if (entry := self._names.get(_address(x))) is not None:
                 return f"{entry[0]} {shape}"
-            dense = x.layout is torch.strided and not self._is_data_only
+            dense = has_memory(x) and not self._is_data_only
             return f"a constant {shape}" + (f" of digest {digest(x)[:16]}" if dense else "")
         if isinstance(x, (list, tuple)):
             return f"({', '.join(map(self._text, x))})"
@@ -281,4 +282,4 @@ class _Calls(TorchDispatchMode):
 
 
 def _address(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+    return x.untyped_storage()._cdata if has_memory(x) else id(x)

@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.data import compared_labels, on_device_of, with_a_label
 from hessiankit.support.containers import map_tensors, samples
 from hessiankit.support.errors import InputError
 from hessiankit.training.distributed.ranks import Ranks, check_same_forward, common
+from hessiankit.training.distributed.shards import check_layout
 from hessiankit.training.sharpness.batches import MicroBatch, check_devices, evaluating, forward
 from hessiankit.training.sharpness.options import MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.training.sharpness.probe import probe, watch_lookups
@@ -59,39 +61,18 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in model.modules()) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
-@torch.no_grad()
-def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Module:
-    """Copy the gathered parameters, buffers and modes of a sharded model into a plain replica on every rank, and return it."""
-
-    def check() -> nn.Module:
-        if replica is None:
-            raise InputError(
-                f"{ranks.who}: the model is sharded by fully_shard, and products need it whole; pass replica=, the same "
-                "architecture built once more, which the parameters are written into (each rank has to have room for it)"
-            )
-        if is_sharded(replica):
-            raise InputError(f"{ranks.who}: replica is sharded too; build it without fully_shard")
-        shapes, copy = _shapes(model), _shapes(replica)
-        difference = next((name for name in {**shapes, **copy} if shapes.get(name) != copy.get(name)), None)
-        if difference is not None:
-            raise InputError(
-                f"{ranks.who}: {difference!r} is {copy.get(difference, 'missing')} in replica and "
-                f"{shapes.get(difference, 'missing')} in the model; expected the same architecture and dtype"
-            )
-        return replica
-
-    target = ranks.together(check)
-    targets = {**dict(target.named_parameters()), **dict(target.named_buffers())}
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        targets[name].copy_(ranks.whole(value))
-    for copy, original in zip(target.modules(), model.modules(), strict=True):
-        copy.training = original.training
-    return target
-
-
-def _shapes(model: nn.Module) -> dict[str, str]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: f"{tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}" for name, x in tensors}
+def own_gradient(ranks: Ranks, model: nn.Module, batches: Sequence[BatchLoss]) -> tuple[dict[str, Tensor], float]:
+    """Return the gradient of the loss over all ranks' batches by the model's own calls, this rank's pieces, and the loss."""
+    loss = 0.0
+    with gradients_aside(model), torch.enable_grad(), ranks.exchange():
+        for batch in batches:
+            value = batch.value() * batch.share
+            loss += float(value.detach())
+            (value * ranks.size).backward()  # FSDP averages over the ranks
+        reshard(model)
+        slopes = {name: p.grad for name, p in model.named_parameters() if name in batches[0].parameters}
+    pieces = {name: x.to_local() if isinstance(x, DTensor) else batches[0].parameters[name] * 0 for name, x in slopes.items()}
+    return pieces, math.fsum(ranks.gather(loss))
 
 
 def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions) -> Replicates:
@@ -199,15 +180,8 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
 def _check_sharding(ranks: Ranks, model: nn.Module, selection: MeasuredParts) -> None:
     """Refuse layouts, and settings of FSDP2, with which a backward pass does not average over the ranks."""
     for name, p in selection.parameters.items():
-        if not isinstance(p, DTensor):
-            continue
-        kinds = [type(placement) for placement in p.placements]
-        if not set(kinds) <= {Shard, Replicate} or kinds.count(Shard) != 1 or p.device_mesh.size() != ranks.size:
-            coverage = f"{p.device_mesh.size()} of {ranks.size} ranks"
-            raise InputError(
-                f"{ranks.who}: {name!r} is laid out as {p.placements} over {coverage}; expected fully_shard over all "
-                "ranks of the group, with or without replicas; tensor, pipeline and expert parallelism are not supported"
-            )
+        if isinstance(p, DTensor):
+            check_layout(ranks, name, p)
     for name, module in model.named_modules():
         groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()) if isinstance(module, FSDPModule) else ()
         for group in groups:

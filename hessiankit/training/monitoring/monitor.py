@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hessiankit.landscape.optimizer_states import listed, name_of
 from hessiankit.request.data import on_device_of
-from hessiankit.support.arguments import checked
+from hessiankit.support.arguments import check_whole, checked
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import ordinary_path, preserved_random_states, preserved_state
@@ -202,7 +202,7 @@ class Monitor:
 
     def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
         """Measure all sections, write the line and log the numbers; say what took the time if it was long."""
-        _check_whole(self._model)
+        check_whole(WHO, self._model)
         record, failures, seconds = self._values(step)
         if sum(seconds.values()) > LONG:
             durations = ", ".join(f"{name} {duration:.1f}" for name, duration in seconds.items())
@@ -266,12 +266,3 @@ def bare(model: nn.Module) -> nn.Module:
         parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
         inner = model.module if parallel else getattr(model, "_orig_mod", None)
     return model
-
-
-def _check_whole(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if hasattr(p, "device_mesh"):
-            raise InputError(
-                f"{WHO}: {name!r} is sharded over several processes, and one of them does not see all of it; "
-                "measure with hessiankit.training.distributed, or on a gathered copy"
-            )

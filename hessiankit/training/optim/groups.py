@@ -230,7 +230,7 @@ def _row(kind: str, tensors: str, entries: int, values: dict[str, Any], lr: floa
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adam_mini", "muon")
 
 
-@checked("blockwise_lr", leave=("muon_lr",), rest=model_parts)
+@checked("blockwise_lr", leave=("muon_lr",), rest=model_parts, sharded=True)
 def blockwise_lr(
     model: nn.Module,
     lr: float,

@@ -56,7 +56,7 @@ def fused_slices(module: nn.Module, *, separate: bool = False) -> Iterator[Fused
                     yield FusedSlice(path, role, kind, name, axis, tuple(segments))
 
 
-@checked("named_slices")
+@checked("named_slices", sharded=True)
 def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     """Return readable names for the parts of a module's fused weights, each with the index string that selects the part.
 

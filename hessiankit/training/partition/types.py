@@ -17,7 +17,7 @@ from hessiankit.training.partition.part import BlockTypes, Part
 from hessiankit.training.partition.structure import Layers, structure
 
 
-@checked("model_parts")
+@checked("model_parts", sharded=True)
 def model_parts(
     model: nn.Module,
     *,
@@ -129,7 +129,7 @@ def _recognised(parts: tuple[Part, ...], inputs: Any) -> tuple[Part, ...]:
     return parts
 
 
-@checked("block_types")
+@checked("block_types", sharded=True)
 def block_types(
     model: nn.Module,
     *,

@@ -13,7 +13,6 @@ from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.request.checks import IGNORE_INDEX
-from hessiankit.request.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell
@@ -104,7 +103,6 @@ def sharpness(
     >>> report.types["Head"].value, report.types["Head"].standard_error
     (9.0, 0.0)
     """
-    check_unsharded(WHO, model)
     is_exact = exact or kind in EXACT
     options = SharpnessOptions(
         loss=loss,
