@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from hessiankit.landscape.optimizer_states import Metric, Optimizers, decay_note
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed
-from hessiankit.tracing.source_line import at_line, first_line
+from hessiankit.tracing.source_line import returned
 
 FORMS = (
     "a torch optimizer or a list of them, a diagonal (one tensor or one for each parameter by name), a symmetric positive "
@@ -109,7 +109,8 @@ def preconditioner_of(who: str, form: Any, matrix: Any, module: nn.Module | None
         parameters: dict[str, Tensor] = {name: module.get_parameter(name) for name in matrix.slices}
         if is_optimizer:
             return optimizer_preconditioner(who, form, parameters, **like)
-        form = _called(who, form, parameters)
+        with torch.no_grad():
+            form = returned(f"{who}: preconditioner, called with a dict of the parameters,", form, parameters)
     if isinstance(form, Mapping):
         form = _flat(who, form, matrix)
     if isinstance(form, LinearOperator) or (isinstance(form, (Tensor, np.ndarray)) and form.ndim == 2):
@@ -124,16 +125,6 @@ def preconditioner_of(who: str, form: Any, matrix: Any, module: nn.Module | None
     if not bool((values > 0).all()) or not bool(torch.isfinite(values).all()):
         raise InputError(f"{who}: the preconditioner's diagonal has an entry that is not a positive number; add a damping to it")
     return Preconditioner("diagonal", diagonal_operator(values.rsqrt()))
-
-
-def _called(who: str, function: Callable[[dict[str, Tensor]], Any], parameters: dict[str, Tensor]) -> Any:
-    """Return the P of a user's function."""
-    try:
-        with torch.no_grad():
-            return function(parameters)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}{at_line(error)}"
-        raise InputError(f"{who}: preconditioner, called with a dict of the parameters, raised {reason}") from error
 
 
 @torch.no_grad()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from hessiankit.support.errors import InputError
 
 _OURS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
@@ -40,6 +44,18 @@ def at_line(error: BaseException, form: str = " (at {})") -> str:
     """Return :func:`source_line` in a form, or "" where no frame is the user's."""
     line = source_line(error)
     return form.format(line) if line else ""
+
+
+def returned(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function of the user's returns.
+
+    Raises:
+        InputError: It raises an error: ``what`` raised which, and where.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise InputError(f"{what} raised {type(error).__name__}: {first_line(error)}{at_line(error)}") from error
 
 
 def _is_internal(filename: str) -> bool:

@@ -17,7 +17,7 @@ from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.request.selection import locate
 from hessiankit.support.errors import InputError
-from hessiankit.tracing.source_line import at_line, first_line
+from hessiankit.tracing.source_line import first_line, returned
 from hessiankit.verify.comparison import ANALYTIC, FLOOR, CheckRow
 from hessiankit.verify.health import SideBySide
 from hessiankit.verify.probes import Probes, normal
@@ -38,7 +38,10 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
     >>> read_analytic(lambda parameters: np.eye(2), problem)["weight", "weight"].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    closed_form = _called(analytic, problem) if callable(analytic) else analytic
+    closed_form = analytic
+    if callable(analytic):
+        parameters = {name: x.clone() for name, x in problem.params.items()}
+        closed_form = returned("check: analytic, called with a dict of the parameters,", analytic, parameters)
     shapes, slices, blocks = problem.batch.shapes, problem.slices, dict[tuple[str, str], Tensor]()
     if not isinstance(closed_form, Mapping):
         matrix = _matrix("analytic", closed_form, (problem.size,) * 2, f"a row for each entry of {', '.join(shapes)}")
@@ -51,14 +54,6 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
         argument, meaning = f"analytic[{i!r}, {j!r}]", f"vec_r of {shapes[i]} and of {shapes[j]}"
         blocks[i, j] = _matrix(argument, block, (math.prod(shapes[i]), math.prod(shapes[j])), meaning, shapes[i] + shapes[j])
     return blocks
-
-
-def _called(analytic: Callable[[dict[str, Tensor]], Any], problem: Problem) -> Any:
-    try:
-        return analytic({name: x.clone() for name, x in problem.params.items()})
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}{at_line(error)}"
-        raise InputError(f"check: analytic, called with a dict of the parameters, raised {reason}") from error
 
 
 def _matrix(argument: str, value: Any, shape: tuple[int, ...], meaning: str, tensor_shape: tuple[int, ...] = ()) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
-from hessiankit.tracing.source_line import at_line, first_line
+from hessiankit.tracing.source_line import returned
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.probes import normal
@@ -70,10 +70,7 @@ def check_jacobian(
     True
     """
     _require_real("x", x)
-    try:
-        y = f(x)
-    except Exception as error:
-        raise InputError(f"{CALLER}: f(x) raised {type(error).__name__}: {first_line(error)}{at_line(error)}") from error
+    y = returned(f"{CALLER}: f(x)", f, x)
     _require_real("f(x)", y)
     output = normal(y.shape, torch.Generator().manual_seed(seed), y)
     blocks = (lambda point: {("output", "x"): analytic(point["x"])}) if callable(analytic) else {("output", "x"): analytic}

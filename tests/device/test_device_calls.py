@@ -218,7 +218,7 @@ def test_a_public_call_equals_the_cpu(name: str, dtype: torch.dtype, default: st
         torch.manual_seed(0)
         arguments = tree_map(lambda x, device=device: moved(x, device, dtype), call.right())
         if isinstance(arguments.get("optimizer"), torch.optim.Optimizer):  # moving makes new parameters
-            arguments["optimizer"] = torch.optim.SGD(arguments["module"].parameters(), lr=0.1)
+            arguments["optimizer"] = torch.optim.SGD(arguments.get("module", arguments.get("model")).parameters(), lr=0.1)
         with default_device(default if device == DEVICE else None):
             results.append(list(numbers(call.function(**arguments))))
     here, there = results

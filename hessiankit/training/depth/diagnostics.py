@@ -25,6 +25,7 @@ from hessiankit.support.memory import check_room
 from hessiankit.support.progress import Tell, silent
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
+from hessiankit.tracing.source_line import returned
 from hessiankit.training.depth.blocks import WHO, Blocks, are_pre_norm, check_finite, find_blocks, recording, recording_middles
 from hessiankit.training.depth.curvature import KINDS, METHODS, Jacobians, LayerCurvature, jacobians, layer_curvature
 from hessiankit.training.depth.laws import GrowthLaws, growth_laws, theory_of
@@ -286,7 +287,7 @@ def depth_diagnostics(
 def _metric(drop_metric: Callable[[nn.Module], float], model: nn.Module) -> float:
     """Return a user's metric of the model as a number."""
     with torch.no_grad():
-        value = drop_metric(model)
+        value = returned(f"{WHO}: drop_metric(model)", drop_metric, model)
     number = float(value) if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else math.nan
     if not math.isfinite(number):
         raise InputError(f"{WHO}: drop_metric returned {value!r}; expected a finite number")
