@@ -26,8 +26,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+_HOMES = {"bounds": "hessiankit.theory.bounding.bounds", "sharpness": "hessiankit.training.sharpness"}
+
+
 def __getattr__(name: str) -> Any:
-    """Import ``bounds`` and ``sharpness`` on first access: their rooms import this one."""
-    if name not in ("bounds", "sharpness"):
+    """Import ``bounds`` and ``sharpness`` on first access, which the references do not need."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("hessiankit"), name)
+    return getattr(import_module(_HOMES[name]), name)
