@@ -36,6 +36,10 @@ ACCEPTED: dict[Any, tuple[tuple[Any, ...], str]] = {
 LISTS = (abc.Iterable, abc.Sequence, tuple)  # accept any iterable but text, mappings, classes, tensors and modules
 
 
+SYNONYMS = {"criterion": "loss", "optimizer": "preconditioner", "labels": "target", "model": "module", "data": "inputs"}
+"""What other libraries call an argument -> what it is called here."""
+
+
 def checked(
     caller: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None, sharded: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -88,7 +92,9 @@ def checked(
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             strange = next((name for name in kwargs if name not in choices), None)
             if strange is not None and not takes_any:
-                hint = did_you_mean(strange, choices) or f"; it takes {', '.join(choices)}"
+                other = SYNONYMS.get(strange)
+                hint = f"; did you mean {other!r}?" if other in choices else did_you_mean(strange, choices)
+                hint = hint or f"; it takes {', '.join(choices)}"
                 raise TypeError(f"{caller}: got an unexpected keyword argument {strange!r}{hint}")
             args, kwargs = tuple(map(original, args)), {name: original(x) for name, x in kwargs.items()}  # type: ignore[assignment]
             try:

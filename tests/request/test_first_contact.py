@@ -120,6 +120,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hk.spectrum(mlp(), X, T, precondtioner=X),
         "got an unexpected keyword argument 'precondtioner'; did you mean 'preconditioner'?",
     ),
+    "an argument by another library's name": (
+        lambda: hk.spectrum(mlp(), X, Y, criterion=nn.CrossEntropyLoss()),
+        "got an unexpected keyword argument 'criterion'; did you mean 'loss'?",
+    ),
+    "an optimizer for a metric": (
+        lambda: hk.spectrum(mlp(), X, T, optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1)),
+        "got an unexpected keyword argument 'optimizer'; did you mean 'preconditioner'?",
+    ),
     "a target beside a loader": (
         lambda: hk.spectrum(mlp(), loader(), Y, loss="cross_entropy"),
         "inputs is a DataLoader, whose batches have their targets; leave target=... out",
