@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,14 @@ from hessiankit.tracing.derivative_tests import adjoint_difference, asymmetry, b
 from hessiankit.tracing.graph import Unseen
 from hessiankit.tracing.source_line import first_line
 
-_set_version = torch._C._autograd._unsafe_set_version_counter
+
+def _set_version(leaf: Tensor, version: int) -> None:
+    """Set the version counter of a tensor, of which torch took one before 2.7, and takes a tuple since."""
+    setter: Any = torch._C._autograd._unsafe_set_version_counter
+    try:
+        setter((leaf,), (version,))
+    except TypeError:
+        setter(leaf, version)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +154,12 @@ def _as_recorded(leaves: tuple[tuple[Tensor, Tensor, int], ...]) -> Iterator[Non
     try:
         for leaf, data, version in leaves:
             leaf.data = data
-            _set_version((leaf,), (version,))
+            _set_version(leaf, version)
         yield
     finally:
         for leaf, data, version in state:
             leaf.data = data
-            _set_version((leaf,), (version,))
+            _set_version(leaf, version)
 
 
 def _in_one_type(covectors: Covectors, dtype: torch.dtype) -> Covectors:

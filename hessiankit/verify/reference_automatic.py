@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -107,7 +108,9 @@ def _dual(problem: Problem, direction: Mapping[str, Tensor]) -> list[Tensor]:
     parameters = problem.own
     with forward_ad.dual_level():
         # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(parameters.values())):
+        with torch.no_grad(), ExitStack() as stack:
+            for p in parameters.values():  # one by one: torch takes a tuple since 2.7
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(p))
             for n, v in direction.items():
                 parameters[n].copy_(forward_ad.make_dual(parameters[n].detach().clone(), v))
         with _StoppedByNoGrad():

@@ -24,6 +24,9 @@ from sympy.codegen.ast import (
     value_const,
 )
 from sympy.codegen.cnodes import void
+from sympy.utilities.lambdify import MODULES
+
+from hessiankit.support.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,12 @@ def identifier(name: str) -> str:
     """
     word = re.sub(r"[\W_]+", "_", name.replace(r"\mathrm", "")).strip("_")
     return f"{word}_" if keyword.iskeyword(word) else word
+
+
+def _torch(code: Program, name: str) -> Callable[..., Any]:
+    if "torch" not in MODULES:
+        raise InputError(f"function: torch needs SymPy 1.14 or newer, this is {sympy.__version__}; pass lang='numpy'")
+    return _python(code, name, [{"where": _where}, "torch"], _torch_tensor)
 
 
 def _python(code: Program, name: str, modules: list[Any], join: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +158,7 @@ def _julia(code: Program, name: str) -> str:
 
 LANGUAGES: dict[str, Callable[[Program, str], Any]] = {
     "numpy": lambda code, name: _python(code, name, ["scipy", "numpy"], _numpy_array),
-    "torch": lambda code, name: _python(code, name, [{"where": _where}, "torch"], _torch_tensor),
+    "torch": _torch,
     "c": _c,
     "julia": _julia,
 }

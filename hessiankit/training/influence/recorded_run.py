@@ -120,7 +120,7 @@ class RecordedRun:
             counts = [float(state.get(COUNT, state.get(self.rule.state[0]) is not None)) for state in states]
             checkpoint[COUNT] = self._spread(counts, checkpoint[THETA])
             self.checkpoints[len(self.steps)] = checkpoint
-        settings = tuple(settings_of(group, self.rule) for group in optimizer.param_groups)
+        settings = tuple(settings_of(optimizer, group, self.rule) for group in optimizer.param_groups)
         self.steps.append(RecordedStep(self._samples, settings))
         self._samples = None
 

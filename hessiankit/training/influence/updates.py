@@ -74,10 +74,11 @@ def rule_of(optimizer: Optimizer) -> Rule:
     return rule
 
 
-def settings_of(group: Mapping[str, Any], rule: Rule) -> dict[str, float]:
+def settings_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule) -> dict[str, float]:
     """Return the settings of a group of parameters as numbers."""
     betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
-    return {name: float(betas[name] if name in betas else group[name]) for name in rule.settings}
+    known = {"decoupled_weight_decay": isinstance(optimizer, AdamW), **group, **betas}  # in the group since torch 2.7
+    return {name: float(known[name]) for name in rule.settings}
 
 
 def stepped(rule: Rule, x: Values, settings: Settings, moves: Tensor) -> Values:
