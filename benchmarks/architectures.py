@@ -216,6 +216,8 @@ def names() -> dict[str, str]:
     found = {}
     for task, (kinds, classes) in tables.items():
         for kind in kinds.split():
+            if kind not in classes:  # in an older transformers
+                continue
             name = classes[kind]
             found[f"{task}/{kind}"] = name if isinstance(name, str) else name[0]
     return found
