@@ -115,7 +115,7 @@ def _own_loss(
     pairs = chain([first], pairs)
     if not (isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)):
         return "mse", pairs, None
-    with preserved_state(model), ordinary_path():
+    with preserved_state(model), ordinary_path(), torch._C.DisableTorchFunction():  # a mode may take the loss past the logits
         of_device = dict(on_device_of(model, batch))
         comparison = compared_labels(model, of_device, of_device.pop("labels"))
     mappings = ((mapping(pair), None) for pair in pairs)

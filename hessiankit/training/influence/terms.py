@@ -26,7 +26,8 @@ def output_and_slope(batch: BatchLoss, *, create_graph: bool = False) -> tuple[T
             f"{WHO}: scores of samples need a loss that reads one tensor, or 'logits', with samples along the first axis; "
             f"the model has {seen}"
         )
-    (slope,) = torch.autograd.grad(batch.loss.value(result, batch.target), z, create_graph=create_graph)
+    with torch._C.DisableTorchFunction():  # twice_differentiable computes a loss from the head's inputs, past the output
+        (slope,) = torch.autograd.grad(batch.loss.value(result, batch.target), z, create_graph=create_graph)
     return z, slope
 
 
