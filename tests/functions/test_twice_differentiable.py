@@ -6,69 +6,22 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from curvature_reference import Formula, draw, mse, reverse_over_reverse
-from model_zoo import InDouble
 from operator_cases import error
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from twice_differentiable_cases import agree, product
 
 import hessiankit as hk
-from benchmarks.architectures import build, quiet
-from hessiankit.primitives import linear_cross_entropy
 from hessiankit.support.errors import InputError
 
 Loss = Callable[..., Tensor]
-
-
-@pytest.fixture
-def small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits from 21 entries on are a large head's."""
-    monkeypatch.setattr(linear_cross_entropy, "LOGITS", 20)
-
-
-def product(loss: Callable[[], Tensor], parameters: list[Tensor]) -> Tensor:
-    """H v by torch's double backward, v generic."""
-    v = [draw(*p.shape, seed=7 + k).to(p.dtype) for k, p in enumerate(parameters)]
-    slopes = torch.autograd.grad(loss(), parameters, create_graph=True, materialize_grads=True)
-    along = sum((g * u).sum() for g, u in zip(slopes, v, strict=True))
-    rows = torch.autograd.grad(along, parameters, materialize_grads=True)  # type: ignore[arg-type]
-    return torch.cat([x.flatten() for x in rows]).detach()
-
-
-MODELS = (
-    "causal/gpt2", "causal/llama", "causal/mistral", "causal/qwen2", "causal/phi3", "causal/opt", "causal/gpt_neox",
-    "causal/cohere", "causal/falcon", "causal/mixtral", "causal/hyperclovax", "masked/bert", "masked/roberta",
-    "masked/electra", "masked/modernbert", "sequences/bart", "sequences/t5", "sequences/marian", "images/vit",
-    "images/deit", "images/dinov2",
-)  # fmt: skip
-
-
-@pytest.mark.usefixtures("small_heads")
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_hugging_face(name: str) -> None:
-    """Their own losses, with padding: float32, and float64 where their casts to float32 stay in float64."""
-    pytest.importorskip("transformers")
-    with quiet():
-        models = [build(name, attention) for attention in ("eager", "sdpa")]
-    for p, q in zip(models[0].model.parameters(), models[1].model.parameters(), strict=True):
-        q.data = p.data
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        products = []
-        for instance, context in zip(models, (nullcontext(), hk.twice_differentiable()), strict=True):
-            model = InDouble(instance.model) if dtype == torch.float64 else instance.model.float()
-            batch = {k: x.to(dtype) if x.is_floating_point() else x for k, x in instance.batch.items()}
-            with context:
-                products.append(product(lambda m=model, b=batch: m(**b).loss, [p for p in model.parameters() if p.requires_grad]))  # type: ignore[misc]
-        assert error(products[1], products[0]) <= tolerance
-        assert context.calls["scaled_dot_product_attention"] >= 1
-        assert context.calls["cross_entropy_loss"] == ("images" not in name)
 
 
 N, D, C = (2, 4), 3, 7
@@ -219,57 +172,6 @@ def test_torchs_cross_entropy_of_a_head_in_chunks(reduction: str, weighted: bool
     assert error(H.matrix, reverse_over_reverse(whole, BIAS, None, None)) <= 1e-10
 
 
-X, GAIN = draw(6, 4), draw(4, seed=3)
-NORMS: dict[str, Callable[..., Tensor]] = {
-    "layer_norm": lambda z, g, b: F.layer_norm(z, (4,), g, b),
-    "layer_norm, no gain": lambda z, g, b: F.layer_norm(z, (4,)) * g + b,
-    "layer_norm, a bias and no gain": lambda z, g, b: F.layer_norm(z, (4,), None, b) * g,
-    "torch.layer_norm": lambda z, g, b: torch.layer_norm(z, (4,), g, b),
-    "rms_norm": lambda z, g, b: F.rms_norm(z, (4,), g) + b,
-    "batch_norm": lambda z, g, b: F.batch_norm(z, None, None, g, b, True),
-    "batch_norm, running": lambda z, g, b: F.batch_norm(z, X[0], X[1].abs(), g, b),
-    "instance_norm": lambda z, g, b: F.instance_norm(z.view(2, 4, 3), None, None, g, b),
-    "group_norm": lambda z, g, b: F.group_norm(z, 2, g, b),
-    "group_norm, no gain": lambda z, g, b: F.group_norm(z, 2) * g + b,
-    "weight_norm": lambda z, g, b: F.linear(z, torch._weight_norm(z[:4], g[:, None], 0), b),
-}
-ROUTES: dict[str, Callable[[Loss, Tensor], Tensor]] = {
-    "torch.func.hessian": lambda f, t: torch.func.hessian(f)(t),
-    "jacfwd(jacfwd)": lambda f, t: torch.func.jacfwd(torch.func.jacfwd(f))(t),
-    "jacrev(jacrev)": lambda f, t: torch.func.jacrev(torch.func.jacrev(f))(t),
-    "jacrev(jacfwd)": lambda f, t: torch.func.jacrev(torch.func.jacfwd(f))(t),
-    "double backward": torch.autograd.functional.hessian,
-    "batched": lambda f, t: torch.autograd.functional.hessian(f, t, vectorize=True),
-}
-
-
-def normed(norm: Callable[..., Tensor], t: Tensor) -> Tensor:
-    W, gain, bias = t.split((16, 4, 4))
-    return norm(X @ W.view(4, 4), gain, bias).sin().sum()
-
-
-def slopes_by_differences(f: Loss, t: Tensor, h: float = 1e-3) -> Tensor:
-    """The Hessian by central differences of eighth order of the gradient."""
-
-    def slope(x: Tensor) -> Tensor:
-        return torch.autograd.grad(f(x := x.requires_grad_()), x)[0]
-
-    weights = {1: 4 / 5, 2: -1 / 5, 3: 4 / 105, 4: -1 / 280}
-    steps = torch.eye(len(t), dtype=t.dtype) * h
-    return torch.stack([sum(w * (slope(t + k * e) - slope(t - k * e)) / h for k, w in weights.items()) for e in steps])  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_by_every_route(name: str, route: str) -> None:
-    if (name, route) == ("group_norm", "batched"):
-        pytest.skip("torch 2.13 cannot batch its backward of group_norm")
-    f, t = partial(normed, NORMS[name]), draw(24, seed=4)
-    with hk.twice_differentiable():
-        found = ROUTES[route](f, t)
-    assert error(found, slopes_by_differences(f, t)) <= 1e-8
-
-
 TOKENS = draw(2, 5, 4)
 
 
@@ -301,10 +203,6 @@ def by_math(f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
     """A product with the Hessian in TOKENS, by torch's math path."""
     with sdpa_kernel(SDPBackend.MATH):
         return torch.autograd.functional.vhp(summed(f), TOKENS, v)[1]
-
-
-def agree(found: Tensor, right: Tensor) -> None:
-    assert error(found.detach(), right.detach()) <= 1e-10
 
 
 PRODUCTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -389,7 +287,7 @@ def test_dropout_of_attention() -> None:
 
 
 def test_a_module_is_called_within_and_is_otherwise_itself() -> None:
-    """Its copy too; the module that was passed stays as it was."""
+    """So is a copy of it; the module that was passed stays as it was."""
     plain, v = Attend().double(), draw(2, 5, 4, seed=1)
     model = hk.twice_differentiable(plain)
     agree(torch.autograd.functional.vhp(summed(copy.deepcopy(model)), TOKENS, v)[1], by_math(plain, v))
@@ -415,53 +313,6 @@ def test_what_cannot_be_called() -> None:
         hk.twice_differentiable(TOKENS)
 
 
-def test_autocast_of_a_model() -> None:
-    """As eager attention's, to the digits of bfloat16."""
-    pytest.importorskip("transformers")
-    with quiet():
-        models = [build("causal/gpt2", attention) for attention in ("eager", "sdpa")]
-    products = []
-    for instance, context in zip(models, (nullcontext(), hk.twice_differentiable()), strict=True):
-        model, batch = instance.model.float(), instance.batch
-
-        def loss(m: nn.Module = model, b: dict[str, Tensor] = batch) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return m(**b).loss
-
-        with context:
-            products.append(product(loss, list(model.parameters())))
-    assert error(*products) <= 5e-2
-
-
-def within(loss: Callable[[], Tensor], model: nn.Module) -> Tensor:
-    with hk.twice_differentiable():
-        return product(loss, list(model.parameters()))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_of_a_model(reentrant: bool) -> None:
-    """Layers are run again in the backward pass, with attention as in the forward pass."""
-    pytest.importorskip("transformers")
-    with quiet():
-        instance = build("causal/gpt2", "sdpa", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-    model, gradients = instance.model, []
-    for checkpointed in (False, True):
-        if checkpointed:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
-            model.train()  # transformers checkpoint in training alone; dropout is off
-        with hk.twice_differentiable() as context:
-            model.zero_grad()
-            model(**instance.batch).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-        assert context.calls["scaled_dot_product_attention"] == (2 if checkpointed else 1)
-    for a, b in zip(*gradients, strict=True):
-        agree(a, b)
-    if not reentrant:
-        found = within(lambda: model(**instance.batch).loss, model)
-        model.eval()
-        agree(found, within(lambda: model(**instance.batch).loss, model))
-
-
 WITHIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
     "vjp": lambda f, x: torch.func.vjp(f, x)[1](x)[0],
@@ -473,7 +324,7 @@ WITHIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("transform", WITHIN)
 def test_a_module_that_opens_the_block_around_a_transform(transform: str) -> None:
-    """Its Hessian, by this package's function in torch's double backward, and as the module is traced."""
+    """The Hessian of the traced module is that of torch's double backward through this package's function."""
 
     def program(s: Any, x: Tensor) -> Tensor:
         with hk.twice_differentiable():
@@ -544,7 +395,7 @@ def test_gradient_penalty() -> None:
 
 
 def test_curvlinops() -> None:
-    """Its mode, jvp of jacrev, is wrong through torch's layer_norm."""
+    """The mode of curvlinops, jvp of jacrev, is wrong through torch's layer_norm."""
     curvlinops = pytest.importorskip("curvlinops")
     model, batch = gpt2()
 

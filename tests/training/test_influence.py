@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hessiankit as hk
+from hessiankit.primitives import linear_cross_entropy
 from hessiankit.training.influence import work
 
 EXACT, SOLVED, DIFFERENCES = 1e-10, 1e-7, 1e-8
@@ -116,7 +118,7 @@ CASES += [(name, language_model, TOKENS) for name in ("momentum", "AdamW")]
 
 @pytest.mark.parametrize(("name", "make", "sets"), CASES)
 def test_a_replay_is_the_derivative_of_the_training(name: str, make: Callable[[], nn.Module], sets: Any) -> None:
-    """Of two passes with a rate that falls, batches of two sizes and groups of parameters, by differences of the whole."""
+    """Two passes with a rate that falls, batches of two sizes and groups of parameters, against differences of the whole."""
     (data, test), optimizer = sets, OPTIMIZERS[name]
     model, loader = make(), shuffled(data)
     run = trained(model, optimizer(model), loader)
@@ -153,7 +155,7 @@ def test_solutions_of_the_dense_matrix(method: str, draws: int | None) -> None:
 
 
 def test_scores_of_tokens_add_up_to_those_of_samples() -> None:
-    """Of both routes; sequences of two lengths are padded with NaN, and a position without a label has no score."""
+    """Both routes agree; sequences of two lengths are padded with NaN, and a position without a label has no score."""
     model, (x, y) = language_model(), TOKENS[0]
     y = y.clone()
     y[1, 2] = -100
@@ -274,6 +276,29 @@ def test_attention_is_replayed_inside_the_context_and_else_refused_with_it() -> 
     assert_one_clear_error(scored, r"torch says: .* is not implemented; run the call inside hessiankit.twice_differentiable")
     with hk.twice_differentiable():
         assert bool(scored().scores.isfinite().all())
+
+
+def test_a_model_whose_head_is_joined_with_its_loss_is_replayed_as_with_eager_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own loss: inside the context it is computed past the logits, at which scores of samples are read."""
+    hf = pytest.importorskip("transformers")
+    monkeypatch.setattr(linear_cross_entropy, "LOGITS", 20)
+    sizes = {"vocab_size": 7, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2, "use_cache": False}
+    scores = []
+    for attention, context in (("eager", nullcontext()), ("sdpa", hk.twice_differentiable())):
+        torch.manual_seed(0)
+        config = hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_implementation=attention)
+        model = hf.GPT2LMHeadModel(config).double().eval()
+        train, test = (DataLoader([{"input_ids": t, "labels": t} for t in labels(n, 6, classes=7)], batch_size=2) for n in (4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = hk.RecordedRun(model, optimizer)
+        with context:
+            for batch in run.batches(train):
+                optimizer.zero_grad()
+                model(**batch).loss.backward()
+                optimizer.step()
+            scores.append(hk.influence(model, train, test, method=run).scores)
+    rounded = 1e-6  # the steps are those of the library's loss, which rounds logits to float32
+    assert float((scores[1] - scores[0]).abs().max()) <= rounded * float(scores[0].abs().max())
 
 
 def clipped(model: nn.Module, loader: Any) -> hk.RecordedRun:

@@ -185,7 +185,7 @@ class PruningDrop(WithDict):
         loss_change: L numbers; positive where removing the block does damage.
         accuracy_change: L numbers; negative where it does damage. None for squared error.
         metric: A metric of the user's own with all blocks; None without one.
-        metric_change: Its L changes.
+        metric_change: L changes of that metric.
     """
 
     loss: float

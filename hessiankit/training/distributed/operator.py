@@ -230,7 +230,7 @@ class ShardedOperator(HessianOperator):
 
     @property
     def symmetry_error(self) -> float:
-        """As of :class:`hessiankit.HessianOperator`."""
+        """Asymmetry of two products, as in :class:`hessiankit.HessianOperator`."""
         with self.whole_vectors():
             return super().symmetry_error
 
