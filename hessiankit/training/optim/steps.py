@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adamax, Optimizer, RMSprop, Rprop
+from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, Optimizer, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -144,7 +144,8 @@ def _check(
             f"{getattr(p, 'placements', 'not sharded')}; expected {tuple(cuts['shape'])}, whole or as a DTensor (FSDP2) in plain "
             "shards. Split the tensor, or give its types one ratio."
         )
-    in_gradient = isinstance(optimizer, _DECAY_IN_GRADIENT) or group.get("decoupled_weight_decay") is False
+    is_decoupled = group.get("decoupled_weight_decay", not isinstance(optimizer, Adam))  # Adam's group has it since torch 2.7
+    in_gradient = isinstance(optimizer, _DECAY_IN_GRADIENT) or is_decoupled is False
     if in_gradient and any(piece["weight_decay"] != group["weight_decay"] for piece in pieces):
         raise InputError(
             f"blockwise_lr: the slices of a fused tensor of {group['block_type']} have different weight decays, and {name} adds "
