@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hessiankit.functions.cross_entropy import linear_cross_entropy
 from hessiankit.primitives import linear_cross_entropy as linear_head
+from hessiankit.support.torch_state import OF_LOGITS
 
 RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"))
 MOVES = frozenset(("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow", "select"))
@@ -123,7 +124,7 @@ class Logits:
     ) -> Any:
         """Return the cross entropy of logits by their head; NotImplemented where there is none, or no closed form."""
         head, rows, version = self.records.get(logits, (None, None, 0))
-        if head is None or not head.is_current or version != logits._version:
+        if OF_LOGITS.get() or head is None or not head.is_current or version != logits._version:
             return NotImplemented
         if weight is not None or target.dtype != torch.int64:  # weighted classes, or probabilities
             return NotImplemented

@@ -19,7 +19,7 @@ from hessiankit.request.loss import Loss, LossArgument, is_behind, member
 from hessiankit.support.containers import arguments, map_tensors, named_tensors, samples
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.memory import available_memory, byte_size
-from hessiankit.support.torch_state import ordinary_path, preserved_state
+from hessiankit.support.torch_state import losses_of_logits, ordinary_path, preserved_state
 from hessiankit.tracing.source_line import at_line, first_line
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
@@ -115,7 +115,7 @@ def _own_loss(
     pairs = chain([first], pairs)
     if not (isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)):
         return "mse", pairs, None
-    with preserved_state(model), ordinary_path(), torch._C.DisableTorchFunction():  # a mode may take the loss past the logits
+    with preserved_state(model), ordinary_path(), losses_of_logits():
         of_device = dict(on_device_of(model, batch))
         comparison = compared_labels(model, of_device, of_device.pop("labels"))
     mappings = ((mapping(pair), None) for pair in pairs)

@@ -287,6 +287,20 @@ def recording() -> StandsFor | None:
     return None if torch.compiler.is_compiling() else RECORDING.get()
 
 
+OF_LOGITS: ContextVar[bool] = ContextVar("OF_LOGITS", default=False)
+"""Whether a loss is computed from its logits also where their head is known, from which it takes less memory."""
+
+
+@contextmanager
+def losses_of_logits() -> Iterator[None]:
+    """Let losses read the logits, for what is read at them: their slopes, and what a model's own loss is."""
+    token = OF_LOGITS.set(True)
+    try:
+        yield
+    finally:
+        OF_LOGITS.reset(token)
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Disable autocast on every device and TensorFloat-32, so that operations keep the dtypes of their tensors."""

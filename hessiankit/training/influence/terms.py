@@ -8,6 +8,7 @@ from torch import Tensor
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import losses_of_logits
 
 WHO = "influence"
 
@@ -26,7 +27,7 @@ def output_and_slope(batch: BatchLoss, *, create_graph: bool = False) -> tuple[T
             f"{WHO}: scores of samples need a loss that reads one tensor, or 'logits', with samples along the first axis; "
             f"the model has {seen}"
         )
-    with torch._C.DisableTorchFunction():  # twice_differentiable computes a loss from the head's inputs, past the output
+    with losses_of_logits():
         (slope,) = torch.autograd.grad(batch.loss.value(result, batch.target), z, create_graph=create_graph)
     return z, slope
 
