@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -39,15 +39,23 @@ def stop_of(function: Any, args: Sequence[Any], result: Any) -> str:
     return name if torch.is_grad_enabled() else NO_GRAD
 
 
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
 def _is_in_function() -> bool:
     """Tell whether a custom function's forward runs, without gradients: its backward says what the derivative is."""
+    codes = set(_codes_of(torch.autograd.Function))
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not APPLY:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
+
+
+def _codes_of(kind: type) -> Iterator[CodeType]:
+    """Yield what a custom function and those derived from it run forwards; from torch 2.14 on ``apply`` has no frame."""
+    for name in ("forward", "setup_context"):
+        if hasattr(method := getattr(kind, name), "__code__"):
+            yield method.__code__
+    derived: type
+    for derived in kind.__subclasses__():
+        yield from _codes_of(derived)
 
 
 def _version(x: Any) -> int:
