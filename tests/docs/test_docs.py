@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figure_files import WITHOUT_PICTURES
 
 from hessiankit.blocks import PLACEMENTS
 from hessiankit.tracing.rules.registry import RULES
@@ -62,6 +63,8 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
         if not target.startswith(("http://", "https://", "mailto:")):
             there = page.parent / target if target else page
+            if there.suffix == ".png" and WITHOUT_PICTURES:
+                continue
             assert there.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in _anchors(there), f"{page.name}: {target}#{anchor}"
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from figure_files import read
+from figure_files import WITHOUT_PICTURES, read
 from figure_sizes import CURVATURE, RUN, RUNS
 from PIL import Image
 
@@ -282,4 +282,4 @@ def test_what_the_ledger_reads_is_what_the_figures_wrote() -> None:
     said = gallery["verdicts"]()
     assert {one["claim"] for each in said.values() for one in each} <= ids
     drawn = {path.name for path in (ROOT / "docs" / "gallery").glob("*.png")}
-    assert all(any(picture.startswith(name) for picture in drawn) for name in said)
+    assert WITHOUT_PICTURES or all(any(picture.startswith(name) for picture in drawn) for name in said)
