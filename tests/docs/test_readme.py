@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import runpy
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -62,3 +63,14 @@ def test_the_table_of_speed_is_the_one_of_the_benchmarks() -> None:
         seconds = re.search(rf"^\| {problem} \| {size} \| {batch} \| float64 \| ([0-9.]+) \(", page, flags=re.MULTILINE)
         assert seconds is not None, (problem, batch)
         assert float(value) == pytest.approx(float(seconds[1]) * {"ms": 1e3, "s": 1.0}[unit], rel=2e-3)
+
+
+def test_a_release_has_absolute_links() -> None:
+    """The links of the README that a release ships lead to files of this tree at the release's tag."""
+    page = runpy.run_path(str(ROOT / ".ci" / "absolute"))["absolute"](README, "https://host/owner/name", "v1")
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    local = [target.removeprefix(f"https://host/owner/name/{kind}/v1/") for target in targets for kind in ("blob", "raw")]
+    assert len(targets) == len(re.findall(r"\]\([^)]+\)", README))
+    assert all(target.startswith("https://") for target in targets)
+    assert sum((ROOT / name).is_file() for name in local if not name.startswith("https:")) > 25
+    assert page.count("![") == page.count("(https://host/owner/name/raw/v1/") == 1
