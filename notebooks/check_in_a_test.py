@@ -9,14 +9,17 @@
 # 3. A reference that is wrong: it is named and not counted.
 
 # %%
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 
-import hessiankit
+import hessiankit as hk
 
+os.chdir(tempfile.mkdtemp())  # the folder of a project
 Path("block.py").write_text('''
 import torch
 from torch import nn
@@ -112,7 +115,7 @@ print("\n".join(line for line in errors if "NOT VERIFIED: " in line or "UNHEALTH
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
 against = ["reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian"]
-report = hessiankit.check(net, torch.randn(5, 3), torch.randn(5, 2), loss="mse", against=against)
+report = hk.check(net, torch.randn(5, 3), torch.randn(5, 2), loss="mse", against=against)
 print("\n".join(report.health_lines()))
 print(report.verdict)
 assert report

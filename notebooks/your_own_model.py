@@ -11,6 +11,8 @@
 # 5. What happens to the blocks in training: `Monitor`.
 
 # %%
+import argparse
+import inspect
 import tempfile
 from pathlib import Path
 
@@ -19,10 +21,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hessiankit as hk
-from hessiankit.cli.text import load_text
-from hessiankit.curvature.plots import heatmap
-from hessiankit.training.monitoring.log import COLOURS  # one colour for each block type
-from hessiankit.training.optim import measured_ratios
 
 torch.manual_seed(0)
 sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 12, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
@@ -30,8 +28,17 @@ model = GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager")).eval()
 model.loss_type = "ForCausalLM"  # what transformers falls back on, with a warning
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
-text = load_text("stdlib")  # bytes of Python's standard library: every byte is a token
-tokens, _ = text.batch(2, 12, torch.Generator().manual_seed(0))
+text = torch.tensor(list(inspect.getsource(argparse).encode()))  # every byte is a token
+training, held_out = text[:-10_000], text[-10_000:]
+
+
+def sequences(tokens, count, length, seed):
+    """Return sequences that start at random places, (count, length)."""
+    starts = torch.randint(len(tokens) - length, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([tokens[start : start + length] for start in starts])
+
+
+tokens = sequences(training, 2, 12, seed=0)
 batch = {"input_ids": tokens, "labels": tokens}
 
 # %% [markdown]
@@ -70,8 +77,18 @@ for row, column in ((query, query), (query, key), (key, key)):
 # %%
 names = [f"transformer.h.0.attn.{role}.head_{head}.weight" for role in ("query", "key", "value") for head in (0, 1)]
 matrix = torch.cat([torch.cat([H.block(slices[row], slices[column]) for column in names], dim=1) for row in names])
-labels = [f"${role}_{head}$" for role in "QKV" for head in (1, 2)]
-heatmap(matrix, names, [len(matrix) // 6] * 6, labels=labels, title="c_attn at initialisation", pixels=300)
+cell, labels = len(matrix) // 6, [f"${role}_{head}$" for role in "QKV" for head in (1, 2)]
+
+figure, axes = plt.subplots(figsize=(4.5, 3.8), layout="constrained")
+image = axes.imshow(matrix.abs(), norm="log", interpolation="nearest", vmin=1e-9)
+axes.set_title("c_attn at initialisation")
+axes.set_xticks([cell * (k + 0.5) for k in range(6)], labels)
+axes.set_yticks([cell * (k + 0.5) for k in range(6)], labels)
+for k in range(1, 6):
+    axes.axhline(k * cell - 0.5, color="white", lw=0.8)
+    axes.axvline(k * cell - 0.5, color="white", lw=0.8)
+figure.colorbar(image, label="$|H_{ij}|$")
+plt.show()
 
 # %% [markdown]
 # The diagonal blocks of queries and keys, $Q_1Q_1$ to $K_2K_2$, are two orders of magnitude below the block between the
@@ -97,8 +114,7 @@ print("\n".join(str(types).splitlines()[-8:]))
 # intervals. Micro-batches of one sequence cost the same and make the intervals narrower.
 
 # %%
-held_out = load_text("stdlib", split="validation")
-measured_on, _ = held_out.batch(8, 32, torch.Generator().manual_seed(1))
+measured_on = sequences(held_out, 8, 32, seed=1)
 data = {"input_ids": measured_on, "labels": measured_on}
 at_start = hk.sharpness(model, data, draws=8, micro_batch=1)
 print(at_start)
@@ -138,12 +154,10 @@ optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 schedule = hk.blockwise_schedule(optimizer, warmup=10, steps=STEPS)
 what = {"norms": {}, "sharpness": {"micro_batch": 1}}
 monitor = hk.Monitor(model, data, folder / "run.jsonl", every=40, log_spaced=True, what=what)
-order = torch.Generator().manual_seed(2)
-
 model.train()
 monitor.step(0)
 for step in range(1, STEPS + 1):
-    seen, _ = text.batch(16, 32, order)
+    seen = sequences(training, 16, 32, seed=step)
     model(input_ids=seen, labels=seen).loss.backward()
     optimizer.step()
     schedule.step()
@@ -154,18 +168,7 @@ log = hk.Monitor.read(monitor.path)
 print(log)
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.3), layout="constrained")
-for kind, series in log.sharpness.items():
-    left.fill_between(log.steps, series.low, series.high, color=COLOURS[kind], alpha=0.25, lw=0)
-    left.plot(log.steps, series.value, "o-", color=COLOURS[kind], markersize=3, label=kind)
-left.set(yscale="log", xlabel="step", ylabel="average sharpness (band: 95 %)")
-left.legend(ncols=2, fontsize=8)
-right.plot(log.steps, log.series("loss"), "o-", color="#000000", markersize=3)
-right.set(xlabel="step", ylabel="loss on held-out bytes")
-for axes in (left, right):
-    axes.set_xscale("symlog", linthresh=1)
-    axes.set_xlim(-0.2, 1.5 * STEPS)
-plt.show()
+log.plot(title="A tiny GPT-2")
 
 # %%
 at_end = hk.sharpness(model, data, draws=8, micro_batch=1)
@@ -174,13 +177,13 @@ print(f"at the end:   {at_end.ordering}")
 for kind in at_end.order:
     if kind != "Norm":
         print(f"S_Norm / S_{kind:4} {at_start.ratio(kind).value:10.3g} at the start, {at_end.ratio(kind)} at the end")
-print("ratios:", {kind: round(ratio.value, 2) for kind, ratio in measured_ratios(at_end).items()})
+print(hk.blockwise_lr(model, 1e-3, "measured", sharpness=at_end))
 
 # %% [markdown]
 # In 200 steps the sharpness of queries and keys has risen by four orders of magnitude, as the model begins to attend, and
-# that of the norms by two. Norms are near the sharp end now, as in the paper, but VO is close to them and embeddings are
-# not the flattest. The ratios of this measurement are nearer to 1 than the paper's. One tiny model and one seed show how
-# to use the tool; they are no evidence for or against an order.
+# that of the norms by two. Norms are near the sharp end now, as in the paper, but VO is sharper and embeddings are not the
+# flattest. Except for queries and keys, the ratios of this measurement are nearer to 1 than the paper's. One tiny
+# model and one seed show how to use the tool; they are no evidence for or against an order.
 #
 # Whether ratios by type train better than one rate is another question, which needs a base rate tuned for each side.
 # `python -m papers tune-lr` makes that comparison, with seeds and intervals.

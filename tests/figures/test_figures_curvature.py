@@ -193,4 +193,6 @@ def test_the_pages_have_the_tables_of_the_figures():
     headers, cells = sharpness_coverage.over_models([sharpness_coverage.Row(**row) for row in rows])
     assert "| " + " | ".join(headers) + " |" in coverage
     assert all("| " + " | ".join(row) + " |\n" in coverage for row in cells)
-    assert WITHOUT_PICTURES or all((DOCS / f"{name}.png").exists() for name in ("bounds", "placement_curvature", "sharpness_coverage"))
+    assert WITHOUT_PICTURES or all(
+        (DOCS / f"{name}.png").exists() for name in ("bounds", "placement_curvature", "sharpness_coverage")
+    )
