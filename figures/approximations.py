@@ -134,21 +134,19 @@ def draw_panels(found: dict[Cell, dict[str, Any]], settings: Settings, path: Pat
     """Draw the measures against the Gauss-Newton matrix, a column a placement, and return the path."""
     with style():
         figure = page(8.0, 6.6)
-        grid = figure.subplots(len(PANELS), len(settings.placements), sharey=True, sharex="row", squeeze=False)
+        grid = figure.subplots(len(PANELS), len(settings.placements), sharey="row", sharex="row", squeeze=False)
         for row, (measure, words) in enumerate(PANELS):
-            methods = CURVATURE if measure == "frobenius" else METHODS
+            methods = (CURVATURE if measure == "frobenius" else METHODS)[::-1]
             for column, placement in enumerate(settings.placements):
                 axes = grid[row, column]
                 heading(axes, placement if row == 0 else "", words)
                 for shift, stage, colour in zip((0.14, -0.14), STAGES, METHOD_COLOURS[1:3], strict=True):
                     reports = of(found, placement=placement, stage=stage, against="ggn")
-                    for y, method in enumerate(METHODS[::-1]):
-                        if method not in methods:
-                            continue
+                    for y, method in enumerate(methods):
                         mean, low, high = spread(reports, method, measure)
                         axes.plot([low, high], [y + shift] * 2, color=colour, linewidth=1)
                         axes.plot([mean], [y + shift], "o", color=colour, label=stage if y == 0 else None)
-                axes.set_yticks(range(len(METHODS)), METHODS[::-1])
+                axes.set_yticks(range(len(methods)), methods)
                 if measure == "condition":
                     axes.set_xscale("log")
                 else:
@@ -157,8 +155,8 @@ def draw_panels(found: dict[Cell, dict[str, Any]], settings: Settings, path: Pat
                 for stage, colour in zip(STAGES, METHOD_COLOURS[1:3], strict=True):
                     if measure != "frobenius":
                         plain = spread(of(found, placement=placement, stage=stage, against="ggn"), "identity", measure)[0]
-                        axes.axvline(plain, color=colour, linewidth=0.7, linestyle=":")
-        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="upper right", ncols=2, bbox_to_anchor=(0.99, 1.0))
+                        axes.axvline(plain, color=colour, linewidth=0.7, linestyle=":", label=f"gradient, {stage}")
+        figure.legend(*grid[1, 0].get_legend_handles_labels(), loc="upper right", ncols=4, bbox_to_anchor=(0.99, 1.0))
         figure.subplots_adjust(left=0.1, right=0.99, top=0.93, bottom=0.07, hspace=0.35, wspace=0.08)
         return save(figure, path)
 

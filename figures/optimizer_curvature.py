@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 import hessiankit as hk
 from figures._kit import (
@@ -194,36 +195,36 @@ def by_type(settings: Settings) -> dict[str, Any]:
     return {"steps": steps, "ratios": found}
 
 
-def draw_run(axes: Axes, run: dict[str, Any], title: str) -> None:
-    """Draw the measures of one run in log scale, and its training loss on an axis of its own."""
-    heading(axes, title, "step", "measure")
+def draw_run(figure: Figure, left: float, run: dict[str, Any], title: str) -> Axes:
+    """Draw the training loss of one run and below it its measures in log scale, and return the axes of the measures."""
+    above, axes = figure.add_axes((left, 0.845, 0.40, 0.105)), figure.add_axes((left, 0.60, 0.40, 0.215))
+    heading(above, title, "", "loss, nats")
+    above.plot(range(1, len(run["losses"]) + 1), run["losses"], color=INK, linewidth=0.8)
+    above.tick_params(labelbottom=False)
+    heading(axes, "", "step", "measure / its threshold")
     steps = [row["step"] for row in run["rows"]]
     for (name, label), colour, mark in zip(MEASURES.items(), METHOD_COLOURS, METHOD_MARKS, strict=False):
         values = [math.nan if row[name] is None or row[name] <= 0 else row[name] for row in run["rows"]]
         axes.plot(steps, values, color=colour, marker=mark, markersize=2.2, linewidth=0.9, label=label)
     axes.axhline(1.0, color=FAINT, linewidth=0.8, linestyle="--")
     axes.set_yscale("log")
-    axes.set_ylim(bottom=axes.get_ylim()[0] / 6)  # room for the key
-    beside = axes.twinx()
-    beside.plot(range(1, len(run["losses"]) + 1), run["losses"], color=INK, linewidth=0.6, alpha=0.6)
-    beside.set_ylabel("training loss, nats", fontsize=7.5)
-    beside.set_ylim(0, max(6.0, 1.05 * max(run["losses"][5:] or [1.0])))
-    beside.tick_params(labelsize=7)
-    axes.set_xlim(0, len(run["losses"]) + 1)
+    for each in (above, axes):
+        each.set_xlim(0, len(run["losses"]) + 1)
+    return axes
 
 
 def draw_leads(axes: Axes, runs: list[dict[str, Any]], stable: list[dict[str, Any]]) -> None:
     """Draw by how many steps each warning comes before the spike, a dot a run, with runs without a warning and false alarms."""
-    heading(axes, "steps from warning to spike", "steps")
+    heading(axes, "steps from warning to spike", "steps; a mark per run")
     spiked = [run for run in runs if run["spike"] is not None]
     for k, (name, colour) in enumerate(zip(MEASURES, METHOD_COLOURS, strict=False)):
         leads = [run["spike"] - at for run in spiked if (at := warning(run, name)) is not None]
         axes.plot(leads, k + np.linspace(-0.25, 0.25, max(len(leads), 1))[: len(leads)], "o", color=colour, markersize=2.5)
         false = sum(warning(run, name) is not None for run in stable)
         text = f"{MEASURES[name]}\n{len(leads)} of {len(spiked)} warned, {false} of {len(stable)} false"
-        axes.text(0.98, k + 0.28, text, fontsize=6, transform=axes.get_yaxis_transform(), va="bottom", ha="right", color=colour)
+        axes.text(1.03, k, text, fontsize=6, transform=axes.get_yaxis_transform(), va="center", ha="left", color=colour)
     axes.set_yticks([])
-    axes.set_ylim(-0.5, len(MEASURES) - 0.1)
+    axes.set_ylim(-0.5, len(MEASURES) - 0.5)
     axes.axvline(0.0, color=FAINT, linewidth=0.8)
 
 
@@ -257,12 +258,11 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     calm = next((k for k, run in enumerate(settings.runs(stable=True)) if run.lr == 3e-3), 0)
     with style():
         figure = page(7.6, 5.2)
-        first, second = (figure.add_axes((0.075 + 0.5 * k, 0.60, 0.36, 0.34)) for k in range(2))
-        draw_run(first, runs[shown], "rate raised by 5 % a step from step 60")
-        draw_run(second, stable_runs[calm], "rate 0.003 throughout")
-        first.legend(fontsize=5.5, loc="lower left")
-        draw_leads(figure.add_axes((0.075, 0.085, 0.40, 0.38)), runs, stable_runs)
-        draw_types(figure.add_axes((0.575, 0.085, 0.36, 0.38)), types)
+        measures = draw_run(figure, 0.075, runs[shown], "rate raised by 5 % a step from step 60")
+        draw_run(figure, 0.575, stable_runs[calm], "rate 0.003 throughout")
+        measures.legend(fontsize=6, loc="upper left")
+        draw_leads(figure.add_axes((0.075, 0.085, 0.24, 0.38)), runs, stable_runs)
+        draw_types(figure.add_axes((0.61, 0.085, 0.365, 0.38)), types)
         picture = save(figure, out / f"{NAME}{suffix}")
     values = [
         {"kind": kind, **asdict(run), "spike": done["spike"], **row}

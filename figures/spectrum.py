@@ -134,22 +134,22 @@ def measure(settings: Settings) -> tuple[list[Measured], Spectrum, Spectrum, Los
 
 
 def draw_values(axes: Axes, measured: list[Measured], kind: str, settings: Settings) -> None:
-    """Draw the largest eigenvalues of the first seed over their number, with a bar at the widest gap."""
-    heading(axes, KINDS[kind], "number", "eigenvalue")
+    """Draw the largest eigenvalues of the first seed in their order, with a bar at the widest gap."""
+    heading(axes, KINDS[kind], "index, from the largest", "eigenvalue")
     own = [one for one in measured if one.seed == settings.seeds[0]]
     for one, colour, mark in zip(own, METHOD_COLOURS, METHOD_MARKS, strict=False):
         found = one.found[kind]
         values = found.eigenvalues[: found.top].numpy()
         n = found.outliers
-        label = f"step {one.step}, {one.accuracy:.0%} right: {n}, x {found.gap:.2f}"
+        label = f"step {one.step} (accuracy {one.accuracy:.0%}): λ$_{{{n}}}$ / λ$_{{{n + 1}}}$ = {found.gap:.2f}"
         axes.plot(np.arange(1, len(values) + 1), values, color=colour, marker=mark, markersize=2.5, linewidth=0.7, label=label)
         axes.plot([n + 0.5] * 2, [values[n - 1], values[n]], color=colour, linewidth=2.4)
-    axes.axvline(9.5, color=FAINT, linewidth=0.7, linestyle=":")
+    axes.axvline(9.5, color=FAINT, linewidth=0.7, linestyle=":", label="after 9, one less than the classes")
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.6)  # room for the key
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(fontsize=6, title="widest gap after", title_fontsize=6.5, loc="upper right")
+    axes.legend(fontsize=6, title="widest gap (bar)", title_fontsize=6.5, loc="upper right", frameon=True, edgecolor="none")
 
 
 def draw_density(axes: Axes, density: Spectrum, every: Spectrum) -> None:
@@ -158,7 +158,7 @@ def draw_density(axes: Axes, density: Spectrum, every: Spectrum) -> None:
     found = density.density(width=true.width, points=true.points)
     floor = 1e-4 * float(true.values.max())
     x, y, error = (t.numpy() for t in (true.points, found.values, 2 * found.standard_errors))
-    heading(axes, "density of the Hessian", "eigenvalue", "per unit")
+    heading(axes, "density of the Hessian, trained", "eigenvalue", "eigenvalues per unit")
     axes.fill_between(
         x, np.maximum(y - error, floor), np.maximum(y + error, floor), color=METHOD_COLOURS[1], alpha=0.3, linewidth=0
     )
@@ -166,7 +166,7 @@ def draw_density(axes: Axes, density: Spectrum, every: Spectrum) -> None:
     axes.plot(x, np.maximum(true.values.numpy(), floor), color=INK, linewidth=0.7, linestyle="--", label="all eigenvalues")
     found_values = density.eigenvalues.numpy()
     axes.plot(
-        found_values, np.full(len(found_values), 1.5 * floor), "o", color=METHOD_COLOURS[2], markersize=2.5, label="located"
+        found_values, np.full(len(found_values), 1.5 * floor), "o", color=METHOD_COLOURS[2], markersize=2.5, label="eigenpairs"
     )
     axes.set_yscale("log")
     axes.legend(fontsize=6)
@@ -202,7 +202,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         draw_density(figure.add_axes((0.075, 0.085, 0.245, 0.365)), density, every)
         draw_ratios(figure.add_axes((0.415, 0.085, 0.225, 0.365)), measured, settings)
         last = figure.add_axes((0.745, 0.085, 0.235, 0.365))
-        heading(last, f"loss along $v_1$; {line.tolerance:.0%}")
+        heading(last, "loss along the top eigenvector")
         draw_slice(last, line)
         last.legend(fontsize=6)
         picture = save(figure, out / f"{NAME}{suffix}")

@@ -15,6 +15,7 @@ from hessiankit.support.tables import say
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hessiankit.curvature.dense import Hessian
     from hessiankit.verify.check_report import CheckReport
 
 EXAMPLES = (
@@ -114,13 +115,29 @@ def run(
     write_json("study", target, content)  # before the pictures, which take more room
     for loss, path in pictures.items():
         first, last = (reports[loss, stage].hessian for stage in STAGES)
-        title = f"Hessian of the {LOSS_NAMES[loss]}"
-        picture = side_by_side([first.matrix, last.matrix], first.names, first.slices, titles=STAGES, title=title, path=path)
+        title = f"Hessian of the {LOSS_NAMES[loss]}, with the two largest shares of its diagonal blocks' squared norm"
+        titles = [f"{stage}: {largest_shares(one)}" for stage, one in zip(STAGES, (first, last), strict=True)]
+        picture = side_by_side([first.matrix, last.matrix], first.names, first.slices, titles=titles, title=title, path=path)
     say(f"wrote {target} and {', '.join(map(str, pictures.values()))}: {picture.caption}")
     if not output.table:
         say(f"every row: --table; every number: {target}, or --json")
     write_json("study", output.json, content)
     return int(not passed)
+
+
+def largest_shares(hessian: Hessian) -> str:
+    """Return in words which two diagonal blocks have the largest shares of the diagonal blocks' squared norm.
+
+    >>> import torch
+    >>> import hessiankit as hk
+    >>> largest_shares(hk.hessian(torch.nn.Linear(1, 1), torch.full((1, 1), 2.0), torch.zeros(1, 1)))  # 8 and 2
+    'weight 94%, bias 6%'
+    """
+    from hessiankit.curvature.plot_frame import short_labels
+
+    squares = [float(hessian[name, name].square().sum()) for name in hessian.names]
+    ranked = sorted(zip(squares, short_labels(hessian.names), strict=True), reverse=True)[:2]
+    return ", ".join(f"{label} {square / sum(squares):.0%}" for square, label in ranked)
 
 
 def digits() -> tuple[Tensor, Tensor]:

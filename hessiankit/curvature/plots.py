@@ -37,6 +37,8 @@ from hessiankit.support.tables import short_names
 Sizes: TypeAlias = Sequence[int] | Mapping[str, slice]
 Limits: TypeAlias = tuple[float, float]
 _MARKS = "os^vDPX"
+VISIBLE = 1e-3
+"""Share of the pixels from which on grey ones get a key: in a map of 720 pixels a square of 23."""
 
 
 def heatmap(
@@ -108,7 +110,7 @@ def side_by_side(
     maps = [pooled(array, rows, cell) for array in arrays]
     coloured = np.concatenate([m[m > zero] for m in maps])
     low, high = limits or colour_range(coloured)
-    zeros = coloured.size < sum(m.size for m in maps)
+    zeros = coloured.size < (1 - VISIBLE) * sum(m.size for m in maps)
     with mpl.rc_context(STYLE):
         frame = Frame(titles, cell, shown_labels, title, ax)
         for k, values in enumerate(maps):

@@ -122,7 +122,7 @@ def path(tmp_path_factory) -> Path:
     """A short run, with everything measured."""
     found = tmp_path_factory.mktemp("monitor") / "run.jsonl"
     torch.manual_seed(0)
-    model = Noisy()
+    model = Noisy(layers=3)
     what = {"norms": {}, "sharpness": {"draws": 2}, "eigenvalue": {}, "depth": {"what": ALL}}
     train(model, 1, Monitor(model, pair(rows=1), found, every=1, what=what))
     return found
@@ -183,6 +183,15 @@ def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
     np.testing.assert_array_equal(
         np.stack([line.get_ydata() for line in variance.lines], 1), log.series("depth", "stream", "variance")
     )
+
+
+def test_two_layers_have_no_map_of_their_one_angle(tmp_path):
+    path = by_hand(tmp_path / "run.jsonl")
+    for step, layers in ((30, 2), (40, 3)):
+        distances = [[0.1] * (layers + 1)] * (layers + 1)
+        Lines(path, RUN).append({"step": step, "depth": {"angles": {"all": distances}}})
+        titles = [axes.get_title(loc="left") for axes in MonitorLog.read(path).plot().axes]
+        assert sum(title.startswith("angular") for title in titles) == layers - 2
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path):

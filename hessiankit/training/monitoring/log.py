@@ -145,7 +145,7 @@ class MonitorLog(Printed):
         Raises:
             InputError: There is no measurement, or the suffix is another one.
         """
-        panel_drawers = [draw for keys, draw in PANELS if self.has(*keys)]
+        panel_drawers = [draw for keys, draw in PANELS if self.has(*keys) and (draw is not _angles or self._layers() > 2)]
         if not len(self) or not panel_drawers:
             raise InputError(f"MonitorLog.plot: {self.path} holds no measurement yet; nothing to draw")
         heading = title or f"{self.header['model']}, {self.header['entries']:,} parameters ({self.path.name})"
@@ -153,6 +153,10 @@ class MonitorLog(Printed):
             for axes, draw in zip(all_axes, panel_drawers, strict=True):
                 draw(axes, self)
         return figure
+
+    def _layers(self) -> int:
+        """Return the number of layers between whose streams, one more, angular distances were measured."""
+        return max(len(angles or (0,)) - 1 for angles in self.entries("depth", "angles", "all"))
 
     def _parts(self) -> Iterator[Piece]:
         headers, rows = self._table()
