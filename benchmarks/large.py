@@ -126,11 +126,13 @@ def products(size: str, device: str, *, peers: bool) -> Iterator[Row]:
     name = f"Llama, {count / 1e6:,.1f}M" if count < 1e9 else f"Llama, {count / 1e9:.2f}B"
     yield row_of(f"{name}: gradient", lambda: partial(flat_gradient, model, x, y), device)[0]
 
-    def ours() -> Callable[[], Tensor]:
-        operator = hk.hessian_operator(model, x, y, loss="cross_entropy")
+    def ours(recompute: Any = None) -> Callable[[], Tensor]:
+        operator = hk.hessian_operator(model, x, y, loss="cross_entropy", recompute=recompute)
         return lambda: operator @ v
 
     yield row_of(f"{name}: `hessian_operator`", ours, device)[0]
+    gc.collect()
+    yield row_of(f'{name}: `hessian_operator`, `recompute="layers"`', partial(ours, "layers"), device)[0]
     gc.collect()
     if peers:
         yield row_of(f"{name}: double backward, kept graph", lambda: partial(double(model, x, y), v), device)[0]

@@ -166,7 +166,7 @@ def add_products(batch: BatchLoss, theta: Tensor, V: Tensor, sums: Tensor, *, pe
 
 
 def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: Tensor, total: Tensor) -> Tensor:
-    """Add the derivative of <G, v> with respect to the parameters to a total (P,), and return that with respect to the weights."""
+    """Add the derivative of <G, v> with respect to the parameters to a total (P,); return that with respect to the weights."""
     sizes = [p.numel() for p in leaves]
     cotangents = [part.reshape(p.shape) for part, p in zip(v.split(sizes), leaves, strict=True)]
     try:
