@@ -134,6 +134,12 @@ class Linearisation(ComparedBatch):
         self._constants = {at: x for at, x in enumerate(trace.values) if at in parameter_ids or at not in trace.moving}
         self._parameters = parameters or ParameterMemory()
         self._parameters.begin(trace, self._ids, self._segments)
+        self._narrow_parameters = {
+            at: batch.parameters[name]
+            for name, at in self._ids.items()
+            if recompute and batch.parameters[name].dtype != trace.values[at].dtype
+        }
+        self._constants |= self._narrow_parameters  # made wide where a step reads them, so that no copy is kept
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         sizes = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
         self.bytes_per_vector = 3 * max(sizes) + 2 * batch.size * batch.dtype.itemsize
@@ -215,7 +221,7 @@ class Linearisation(ComparedBatch):
                 for a in reversed(segment.applications):
                     for at in a.inputs:
                         if at in names and at not in sums:
-                            x = self._constants[at]
+                            x = self._parameters.values[at]
                             memory = spare.pop((x.shape, x.dtype), None)
                             sums[at] = CovectorSum(x.new_empty(1, *x.shape) if memory is None else memory)
                     step = self._step(a, values, adjoints, sums)
@@ -269,7 +275,7 @@ class Linearisation(ComparedBatch):
         inputs = tuple(at if at in self._moving_values else None for at in a.inputs)
         counts = not a.primitive.is_linear and (self._loss_side is None or a.output in self._loss_side)
         at_point = a.primitive.linearise(
-            gather(a, values, self._constants),  # type: ignore[arg-type]
+            self._inputs(a, values),  # type: ignore[arg-type]
             adjoint[0] if counts else None,
             [at is not None for at in inputs],
         )
@@ -278,6 +284,11 @@ class Linearisation(ComparedBatch):
         accumulate(adjoints, inputs, at_point.pull_into(adjoint, None, sums_of(sums, inputs)))
         at_point.forget()
         return Step(at_point, inputs, a.output)
+
+    def _inputs(self, a: Application, values: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
+        """Return the inputs of an application in the type of the derivatives."""
+        wide = {at: self._narrow_parameters[at].to(self._seed.dtype) for at in a.inputs if at in self._narrow_parameters}
+        return gather(a, wide, values, self._constants)
 
     def _steps(self, k: int) -> list[Step]:
         """Return the steps of a segment, kept or recomputed."""
@@ -288,7 +299,7 @@ class Linearisation(ComparedBatch):
         values, adjoints = dict(entry_values), dict(exit_adjoints)
         for a in segment.applications:
             if a.output not in values:
-                values[a.output] = self._value(a, gather(a, values, self._constants))
+                values[a.output] = self._value(a, self._inputs(a, values))
         discard = dict.fromkeys(self._ids.values(), Nowhere())
         steps = []
         for a in reversed(segment.applications):
@@ -328,7 +339,7 @@ class Linearisation(ComparedBatch):
         """Yield the steps of a segment, computed again, with first derivatives alone; values are released once they are read."""
         values = dict(self._checkpoints[k][0])
         for a in self._segments[k].applications:
-            inputs = gather(a, values, self._constants)
+            inputs = self._inputs(a, values)
             if a.output not in values:
                 values[a.output] = self._value(a, inputs)
             if a.output in self._live_values:

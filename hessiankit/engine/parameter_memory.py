@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from hessiankit.engine.checkpoints import CheckpointSegment
-from hessiankit.primitives.primitive import CovectorSum
+from hessiankit.primitives.primitive import CovectorSum, hollow
 from hessiankit.tracing.trace import Trace
 
 Sums: TypeAlias = "Callable[[int], AbstractContextManager[Mapping[int, CovectorSum]]]"
@@ -20,12 +20,12 @@ class ParameterMemory:
     """Memory of whole parameters, which are there for all segments; vectors are rows (S, P), and a parameter has a view of them.
 
     Attributes:
-        values: Parameters by the id of their value in the trace, in the order of a vector's entries.
+        values: Shape and type of the parameters by the id of their value in the trace, in the order of a vector's entries.
     """
 
     def begin(self, trace: Trace, ids: Mapping[str, int], segments: Sequence[CheckpointSegment]) -> None:
         """Take over the parameters of a trace, by name with their ids, and the segments that read them."""
-        self.values = {at: trace.values[at] for at in ids.values()}
+        self.values = {at: hollow(trace.values[at]) for at in ids.values()}
 
     @property
     def size(self) -> int:

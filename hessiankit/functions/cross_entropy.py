@@ -100,6 +100,11 @@ def linear_cross_entropy(
         losses = call(LinearCrossEntropy(ignore_index, label_smoothing), hidden, weight, bias, labels)
     except ValueError as error:  # a label out of range
         raise InputError(str(error)) from error
+    return reduced(losses, labels, ignore_index, reduction)
+
+
+def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Return the losses of tokens, their sum, or their mean over the tokens that count."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hessiankit.functions.cross_entropy import linear_cross_entropy
+from hessiankit.functions.cross_entropy import linear_cross_entropy, reduced
 from hessiankit.primitives import linear_cross_entropy as linear_head
 from hessiankit.support.torch_state import OF_LOGITS
 
@@ -36,18 +37,32 @@ class Head:
         bias: (C,) or None.
         versions: Number of writes into each of them before the logits were made.
         interventions: Names of calls that wrote into its logits or asked for their gradient.
+        row_weights: Factors of the gradients with respect to each row of logits, (N,); None: 1. See :func:`weigh`.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    versions: tuple[int, ...]
+    versions: tuple[int, ...] = ()
     interventions: list[str] = field(default_factory=list)
+    row_weights: Tensor | None = None
 
     @property
     def is_current(self) -> bool:
         """Whether the loss may be computed from the head: nobody has written or read what it leaves out."""
         return not self.interventions and self.versions == _versions(self.hidden, self.weight, self.bias)
+
+
+def weigh(x: Tensor, weights: Tensor) -> None:
+    """Multiply gradients with respect to x by weights, of the shape of its first axes, wherever they are computed.
+
+    Gradients are differentiable with respect to the weights. Where a cross entropy is computed past its logits, those of its
+    tokens are weighted.
+    """
+    if has_torch_function((x,)):
+        handle_torch_function(weigh, (x,), x, weights)
+    elif x.requires_grad:
+        x.register_hook(lambda gradient: gradient * weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)))
 
 
 class Logits:
@@ -64,7 +79,9 @@ class Logits:
         if not args or not isinstance(args[0], Tensor):
             return
         name = function.__name__
-        if name == "linear":
+        if function is weigh:
+            self._weigh(*args)
+        elif name == "linear":
             self._add(value, *args, **kwargs)
         elif name in PRODUCTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].ndim == 2:
             self._add(value, args[0], args[1].mT)
@@ -81,8 +98,20 @@ class Logits:
             return
         x, W = hidden.reshape(-1, hidden.shape[-1]).to(logits.dtype), weight.to(logits.dtype)  # as autocast converts them
         b = None if bias is None else bias.to(logits.dtype)
-        rows = torch.arange(len(x), device=logits.device).view(*logits.shape[:-1], 1).expand(logits.shape)
-        self.records[logits] = Head(x, W, b, _versions(x, W, b)), rows, logits._version
+        self._record(logits, Head(x, W, b))
+
+    def _record(self, logits: Tensor, head: Head) -> None:
+        rows = torch.arange(len(head.hidden), device=logits.device).view(*logits.shape[:-1], 1).expand(logits.shape)
+        head = replace(head, versions=_versions(head.hidden, head.weight, head.bias))
+        self.records[logits] = head, rows, logits._version
+
+    def _weigh(self, logits: Tensor, weights: Tensor) -> None:
+        head, rows, version = self.records.pop(logits, (None, None, 0))
+        if head is None or version != logits._version or rows.stride(-1) or weights.ndim >= logits.ndim:
+            return  # the loss reads the logits, and is weighted there
+        by_row = weights.reshape(*weights.shape, *(1,) * (logits.ndim - 1 - weights.ndim)).expand(logits.shape[:-1])
+        head = replace(head, hidden=head.hidden[rows.select(-1, 0).reshape(-1)], row_weights=by_row.reshape(-1))
+        self._record(logits, head)
 
     def _follow(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor) -> None:
         head, rows, version = self.records[args[0]]
@@ -137,8 +166,11 @@ class Logits:
         row = rows.select(axis, 0)
         hidden = head.hidden[row] if row.numel() < len(head.hidden) or not row.is_contiguous() else head.hidden
         hidden = hidden.reshape(*row.shape, -1)
-        options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": REDUCTIONS[reduction]}
-        loss = linear_cross_entropy(hidden, head.weight, target, bias=head.bias, **options)
+        options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+        losses = linear_cross_entropy(hidden, head.weight, target, bias=head.bias, **options)
+        if head.row_weights is not None:
+            weigh(losses, head.row_weights[row])
+        loss = reduced(losses, target, ignore_index, REDUCTIONS[reduction])
         return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 

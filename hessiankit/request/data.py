@@ -27,6 +27,8 @@ MAX_BATCHES = 1000
 """Batches that are read of an iterable without a length: one with more is taken for one that does not end."""
 LOSS_TOLERANCE = 1e-4
 """Relative difference up to which a model's own loss counts as the one that we compute from its logits."""
+TOGETHER = 2**20
+"""Logits of which a comparison has copies at a time: 8 megabytes in double precision, and a few of these."""
 AUTO = "auto"
 """Loss where none is given: the module's own, where it has one, else ``"mse"``."""
 RETURNS_LOSS = "returns_loss"
@@ -311,13 +313,24 @@ def compared_labels(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
         return "other"
     if loss.requires_grad and not is_behind(loss, logits):
         return "other"  # such as a penalty, whose value may be 0 where its second derivatives are not
-    wide, value = logits.detach().double(), float(loss.detach())
-    ways = {"here": F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)}
+    ways, value = {"here": labels}, float(loss.detach())
     if labels.ndim > 1 and labels.shape[-1] > 1:
-        ways["later"] = F.cross_entropy(wide[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), ignore_index=IGNORE_INDEX)
-    differences = {way: abs(float(x) - value) / max(abs(value), 1e-30) for way, x in ways.items()}
+        ways["later"] = one_later(labels)
+    values = {way: float(_cross_entropy(logits.detach(), x)) for way, x in ways.items()}
+    differences = {way: abs(x - value) / max(abs(value), 1e-30) for way, x in values.items()}
     nearest = min(differences, key=lambda way: differences[way])
     return nearest if differences[nearest] < LOSS_TOLERANCE else "other"
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy in double precision, of which logits of some tokens have copies at a time."""
+    rows, targets = logits.flatten(0, -2), labels.flatten()
+    step = max(1, TOGETHER // rows.shape[1])
+    sums = [
+        F.cross_entropy(z.double(), t, ignore_index=IGNORE_INDEX, reduction="sum")
+        for z, t in zip(rows.split(step), targets.split(step), strict=True)
+    ]
+    return torch.stack(sums).sum() / (targets != IGNORE_INDEX).sum()
 
 
 def on_device_of(module: nn.Module, tree: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from operator_cases import EXACT, T, X, block, error, tokens
 from torch import Tensor, nn
 
-from hessiankit.curvature.operator import hessian_operator
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.request.loss_trace import loss_trace
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.trace import ancestors_of_output
@@ -184,3 +186,37 @@ def test_runs_of_entrywise_operations_are_one_step() -> None:
     assert error(operator.to_matrix(), reverse_over_reverse(module, X, T, mse)) <= EXACT
     (batch,) = operator._linearised
     assert len(batch._steps(0)) < len(ancestors_of_output(loss_trace(batch._batch).trace)) - 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_has_no_wide_copy_where_steps_are_made_again(dtype: torch.dtype) -> None:
+    """Bytes that an operator keeps; its products against double backward in float64 at the same parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh()))).to(dtype)
+    x, t = torch.randn(2, 128).to(dtype), torch.randn(2, 128).to(dtype)
+    weights = 4 * 128**2 * 4
+
+    def operator(recompute: Any) -> HessianOperator:
+        return hessian_operator(model, x, t, recompute=recompute, snapshot=False, handshake=False)
+
+    first, before = operator(None), held_bytes()
+    A = operator("layers")
+    without, middle = held_bytes() - before, held_bytes()
+    second = operator(None)
+    assert without < weights / 4 < weights <= held_bytes() - middle
+    assert first.loss == A.loss == second.loss
+    v = torch.randn(A.shape[0])
+    exact = copy.deepcopy(model).double()
+    parameters = list(exact.parameters())
+    G = torch.autograd.grad((exact(x.double()) - t.double()).square().mean(), parameters, create_graph=True)
+    pieces = [
+        part.reshape(p.shape) for part, p in zip(v.double().split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
+    expected = torch.cat([h.reshape(-1) for h in torch.autograd.grad(G, parameters, pieces)])
+    assert float(((A @ v) - expected).norm() / expected.norm()) < 4 * torch.finfo(dtype).eps
+
+
+def held_bytes() -> int:
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from curvature_reference import assert_one_clear_error
 from scipy.stats import spearmanr
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import hessiankit as hk
@@ -278,8 +279,21 @@ def test_attention_is_replayed_inside_the_context_and_else_refused_with_it() -> 
         assert bool(scored().scores.isfinite().all())
 
 
-def test_a_model_whose_head_is_joined_with_its_loss_is_replayed_as_with_eager_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's own loss: inside the context it is computed past the logits, at which scores of samples are read."""
+class Counted(TorchDispatchMode):
+    """Counts how often torch differentiates the softmax of the logits of all tokens, which keeps them."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten._log_softmax_backward_data.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_model_whose_head_is_joined_with_its_loss_is_replayed_as_with_eager_attention(
+    per_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own loss: inside the context it is computed past the logits, also where scores of samples are read."""
     hf = pytest.importorskip("transformers")
     monkeypatch.setattr(linear_cross_entropy, "LOGITS", 20)
     sizes = {"vocab_size": 7, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2, "use_cache": False}
@@ -296,7 +310,9 @@ def test_a_model_whose_head_is_joined_with_its_loss_is_replayed_as_with_eager_at
                 optimizer.zero_grad()
                 model(**batch).loss.backward()
                 optimizer.step()
-            scores.append(hk.influence(model, train, test, method=run).scores)
+            with Counted() as counted:
+                scores.append(hk.influence(model, train, test, method=run, per_token=per_token).scores)
+        assert (counted.calls == 0) == (attention == "sdpa")
     rounded = 1e-6  # the steps are those of the library's loss, which rounds logits to float32
     assert float((scores[1] - scores[0]).abs().max()) <= rounded * float(scores[0].abs().max())
 

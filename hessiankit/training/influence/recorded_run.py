@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_bytes
-from hessiankit.training.influence.updates import COUNT, RULES, THETA, Values, rule_of, settings_of
+from hessiankit.training.influence.updates import COUNT, RULES, THETA, Update, Values, rule_of, settings_of
 
 WHO = "RecordedRun"
 
@@ -118,24 +118,15 @@ class RecordedRun:
                 pairs = zip(states, self._parameters.values(), strict=True)
                 checkpoint[key] = torch.cat([_entry(state, key, p).reshape(-1) for state, p in pairs])
             counts = [float(state.get(COUNT, state.get(self.rule.state[0]) is not None)) for state in states]
-            checkpoint[COUNT] = self._spread(counts, checkpoint[THETA])
+            checkpoint[COUNT] = checkpoint[THETA].new_tensor(counts)
             self.checkpoints[len(self.steps)] = checkpoint
         settings = tuple(settings_of(optimizer, group, self.rule) for group in optimizer.param_groups)
         self.steps.append(RecordedStep(self._samples, settings))
         self._samples = None
 
-    def _spread(self, numbers: Sequence[float], like: Tensor) -> Tensor:
-        """Return one number for each parameter as a vector (P,)."""
-        sizes = torch.tensor(self.sizes, device=like.device)
-        return torch.tensor(numbers, dtype=like.dtype, device=like.device).repeat_interleave(sizes)
-
-    def settings(self, step: RecordedStep, like: Tensor) -> dict[str, Any]:
-        """Return the settings of a step: numbers, or vectors (P,) where groups of parameters differ."""
-        result: dict[str, Any] = {}
-        for name in self.rule.settings:
-            values = [step.settings[group][name] for group in self.groups]
-            result[name] = values[0] if len(set(values)) == 1 else self._spread(values, like)
-        return result
+    def update(self, step: RecordedStep, moves: Sequence[bool]) -> Update:
+        """Return the update of a step, in which some parameters have a gradient."""
+        return Update(self.rule, [step.settings[group] for group in self.groups], moves, self.sizes)
 
 
 def _entry(state: Any, key: str, p: Tensor) -> Tensor:

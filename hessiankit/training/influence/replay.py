@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from hessiankit.functions.heads import weigh
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.data import on_device_of
 from hessiankit.request.read import read_request
@@ -29,8 +30,8 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell
 from hessiankit.tracing.source_line import first_line
 from hessiankit.training.influence.recorded_run import RecordedRun
-from hessiankit.training.influence.terms import output_and_slope, weight_axes
-from hessiankit.training.influence.updates import GRADIENT, THETA, Values, pulled, stepped
+from hessiankit.training.influence.terms import output, weight_axes
+from hessiankit.training.influence.updates import GRADIENT, THETA, Update, Values
 from hessiankit.training.influence.work import Work
 
 WHO = "influence"
@@ -82,26 +83,22 @@ class Replay:
 
     def _segment(self, start: int, end: int, scores: Tensor, adjoints: Values) -> tuple[Tensor, Values]:
         run, x = self.run, self.run.checkpoints[start]
-        tape: list[tuple[BatchLoss, Values, Tensor]] = []
+        tape: list[tuple[BatchLoss, Values, Update]] = []
         for t in range(start, end):
             batch = self._batch(run.steps[t].samples)
             gradient, moves = _own_gradient(batch, x[THETA])
-            x = {**x, GRADIENT: gradient}
-            tape.append((batch, x, moves))
-            x = stepped(run.rule, x, run.settings(run.steps[t], gradient), moves)
+            x, update = {**x, GRADIENT: gradient}, run.update(run.steps[t], moves)
+            tape.append((batch, x, update))
+            x = update.applied(x)
         self._compare(start, end, x[THETA])
         scores = scores.clone()
-        for t in reversed(range(start, end)):
-            batch, x, moves = tape.pop()
-            step = run.steps[t]
-            sources = pulled(run.rule, x, run.settings(step, x[THETA]), moves, adjoints)
-            V = sources.pop(GRADIENT)
-            products, inner = products_and_inner(batch, x[THETA], V, per_token=self.per_token)
-            sources[THETA] += products
-            adjoints = sources
+        while tape:
+            batch, x, update = tape.pop()
+            adjoints = update.pulled(x, adjoints)
+            inner = add_products(batch, x[THETA], adjoints.pop(GRADIENT), adjoints[THETA], per_token=self.per_token)
             if self.per_token and inner.shape[1] > scores.shape[1]:
                 scores = torch.nn.functional.pad(scores, (0, 0, 0, inner.shape[1] - scores.shape[1]))
-            at = torch.tensor(step.samples, device=scores.device)
+            at = torch.tensor(run.steps[start + len(tape)].samples, device=scores.device)
             (scores[:, : inner.shape[1]] if self.per_token else scores).index_add_(0, at, inner, alpha=-1)
         return scores, adjoints
 
@@ -135,41 +132,45 @@ class Replay:
             )
 
 
-def _own_gradient(batch: BatchLoss, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of a batch's loss (P,), and the entries that have one."""
+def _own_gradient(batch: BatchLoss, theta: Tensor) -> tuple[Tensor, list[bool]]:
+    """Return the gradient of a batch's loss (P,), and whether each parameter has one."""
     slopes = batch.own_gradient(_named(batch, theta)).gradient
-    moves = torch.cat([torch.full((p.numel(),), slopes[n] is not None, device=p.device) for n, p in batch.parameters.items()])
-    parts = [torch.zeros_like(p) if slopes[n] is None else slopes[n] for n, p in batch.parameters.items()]
-    return torch.cat([part.reshape(-1) for part in parts]), moves  # type: ignore[union-attr]
+    gradient = torch.zeros_like(theta)
+    for name, rows in batch.slices.items():
+        slope = slopes[name]
+        if slope is not None:
+            gradient[rows] = slope.reshape(-1)
+    return gradient, [slopes[name] is not None for name in batch.parameters]
 
 
 def _named(batch: BatchLoss, theta: Tensor) -> dict[str, Tensor]:
     return {name: theta[rows].reshape(batch.shapes[name]) for name, rows in batch.slices.items()}
 
 
-def products_and_inner(batch: BatchLoss, theta: Tensor, V: Tensor, *, per_token: bool) -> tuple[Tensor, Tensor]:
-    """Return H v (S, P) and <grad l_i, v> (samples, S), or (samples, tokens, S), of some vectors (S, P).
+def add_products(batch: BatchLoss, theta: Tensor, V: Tensor, sums: Tensor, *, per_token: bool) -> Tensor:
+    """Add H v of some vectors (S, P) to sums (S, P), and return <grad l_i, v>: (samples, S), or (samples, tokens, S).
 
-    The gradient is J^T (w o slope), with a weight for each sample in the slope of the loss with respect to the output: its inner
-    product with v has H v as its derivative with respect to the parameters, and <grad l_i, v> with respect to w_i.
+    In the gradient, the slope of the loss with respect to the output of each sample has a weight w_i = 1: the inner product of
+    the gradient and v has H v as its derivative with respect to the parameters, and <grad l_i, v> with respect to w_i.
     """
     with batch.at(_named(batch, theta)):
         leaves = list(batch.leaves.values())
-        z, slope = output_and_slope(batch, create_graph=True)
+        result, z = output(batch)
         axes = weight_axes(z, per_token=per_token)
         w = torch.ones(z.shape[:axes], dtype=z.dtype, device=z.device, requires_grad=True)
-        weighted = slope * w.reshape(*w.shape, *(1,) * (z.ndim - axes))
-        G = torch.autograd.grad(z, leaves, weighted, create_graph=True, materialize_grads=True)
-        products, inner = zip(*(_pulled_twice(G, leaves, w, v) for v in V), strict=True)
-    return torch.stack(products), torch.stack(inner, -1)
+        weigh(z, w)
+        loss = batch.loss.value(result, batch.target)
+        del result, z
+        G = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+        return torch.stack([_pulled_twice(G, leaves, w, v, total) for v, total in zip(V, sums, strict=True)], -1)
 
 
-def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the derivatives of <G, v> with respect to the parameters (P,) and to the weights."""
+def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: Tensor, total: Tensor) -> Tensor:
+    """Add the derivative of <G, v> with respect to the parameters to a total (P,); return that with respect to the weights."""
     sizes = [p.numel() for p in leaves]
     cotangents = [part.reshape(p.shape) for part, p in zip(v.split(sizes), leaves, strict=True)]
     try:
-        *Hv, of_w = torch.autograd.grad(G, [*leaves, w], cotangents, retain_graph=True, materialize_grads=True)
+        *products, of_w = torch.autograd.grad(G, [*leaves, w], cotangents, retain_graph=True, materialize_grads=True)
     except RuntimeError as error:
         if "is not implemented" not in str(error):
             raise
@@ -177,4 +178,6 @@ def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: T
             f"{WHO}: a replay differentiates twice, and torch says: {first_line(error)}; run the call inside "
             "hessiankit.twice_differentiable(), or load the model with eager attention"
         ) from error
-    return torch.cat([part.reshape(-1) for part in Hv]), of_w
+    for part, product in zip(total.split(sizes), products, strict=True):
+        part += product.reshape(-1)
+    return of_w

@@ -1,6 +1,8 @@
-"""The output of a batch, with samples along its first axis, and the slope of the loss with respect to it."""
+"""Inner products of vectors with the gradients of single samples, and the output that tells samples apart."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from hessiankit.support.torch_state import losses_of_logits
 WHO = "influence"
 
 
-def output_and_slope(batch: BatchLoss, *, create_graph: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the output z of a batch, within ``at()``, and the derivative of the loss with respect to it.
+def output(batch: BatchLoss) -> tuple[Any, Tensor]:
+    """Return the result of a batch, within ``at()``, and the output z in it that the loss reads.
 
     Raises:
         InputError: The loss does not read one tensor whose first axis is that of the samples.
@@ -27,9 +29,7 @@ def output_and_slope(batch: BatchLoss, *, create_graph: bool = False) -> tuple[T
             f"{WHO}: scores of samples need a loss that reads one tensor, or 'logits', with samples along the first axis; "
             f"the model has {seen}"
         )
-    with losses_of_logits():
-        (slope,) = torch.autograd.grad(batch.loss.value(result, batch.target), z, create_graph=create_graph)
-    return z, slope
+    return result, z
 
 
 def weight_axes(z: Tensor, *, per_token: bool) -> int:
@@ -49,8 +49,9 @@ def inner_products(batch: BatchLoss, V: Tensor, *, per_token: bool) -> Tensor:
     By forward mode: sum over the outputs of a sample of the slope times J v, one sweep for all samples.
     """
     with batch.at():
-        z, slope = output_and_slope(batch)
-        z, slope = z.detach(), slope.detach()
+        result, z = output(batch)
+        with losses_of_logits():
+            (slope,) = torch.autograd.grad(batch.loss.value(result, batch.target), z)
     tangents = JacobianOperator(batch) @ V.T
     terms = tangents.reshape(*z.shape, len(V)) * slope.unsqueeze(-1).to(tangents)
     axes = weight_axes(z, per_token=per_token)

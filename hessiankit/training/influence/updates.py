@@ -1,12 +1,12 @@
 """Steps of torch's SGD, Adam and AdamW as functions of parameters, gradient and state, entry by entry.
 
 A step maps (theta, g, s) to (theta', s'). No entry depends on another, so that every Jacobian is diagonal: autograd of a sum
-returns the diagonal, and an adjoint of theta' and s' is pulled back by products with a few vectors.
+returns the diagonal, and an adjoint of theta' and s' is pulled back by products with a few vectors, some entries at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +18,8 @@ from hessiankit.support.errors import InputError
 Values: TypeAlias = dict[str, Tensor]
 Settings: TypeAlias = Mapping[str, Any]
 THETA, GRADIENT, COUNT = "theta", "gradient", "step"
+ENTRIES = 2**18
+"""Entries of vectors that a step moves together: ten vectors of them, with their derivatives, fit into a cache."""
 
 
 def sgd(x: Values, settings: Settings) -> Values:
@@ -25,8 +27,7 @@ def sgd(x: Values, settings: Settings) -> Values:
     g, momentum = x[GRADIENT] + settings["weight_decay"] * x[THETA], settings["momentum"]
     buffer = torch.where(x[COUNT] == 0, g, momentum * x["momentum_buffer"] + (1 - settings["dampening"]) * g)
     step = g + momentum * buffer if settings["nesterov"] else buffer
-    has_momentum = torch.as_tensor(momentum, device=g.device) != 0
-    return {THETA: x[THETA] - settings["lr"] * torch.where(has_momentum, step, g), "momentum_buffer": buffer}
+    return {THETA: x[THETA] - settings["lr"] * (step if momentum else g), "momentum_buffer": buffer}
 
 
 def adam(x: Values, settings: Settings) -> Values:
@@ -81,21 +82,55 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule) -> d
     return {name: float(known[name]) for name in rule.settings}
 
 
-def stepped(rule: Rule, x: Values, settings: Settings, moves: Tensor) -> Values:
-    """Return theta', s' and the counts of steps; entries that do not ``move``, without a gradient, keep theirs."""
-    new = rule.step(x, settings)
-    return {name: torch.where(moves, value, x[name]) for name, value in new.items()} | {COUNT: x[COUNT] + moves}
+class Update(NamedTuple):
+    """One step of an optimizer on all parameters.
 
+    Attributes:
+        rule: The rule.
+        settings: Settings of each parameter.
+        moves: Whether each parameter has a gradient; one without keeps its entries and state.
+        sizes: Number of entries of each parameter.
+    """
 
-def pulled(rule: Rule, x: Values, settings: Settings, moves: Tensor, adjoints: Values) -> Values:
-    """Pull adjoints (S, P) of theta' and s' back to theta, s and the gradient."""
-    leaves = {name: value.detach().requires_grad_() for name, value in x.items() if name != COUNT}
-    with torch.enable_grad():
-        new = stepped(rule, {**leaves, COUNT: x[COUNT]}, settings, moves)
-    result = {name: torch.zeros_like(adjoints[THETA]) for name in leaves}
-    for name, adjoint in adjoints.items():
-        diagonals = torch.autograd.grad(new[name].sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
-        for source, diagonal in zip(leaves, diagonals, strict=True):
-            if diagonal is not None:
-                result[source] += adjoint * diagonal
-    return result
+    rule: Rule
+    settings: Sequence[Settings]
+    moves: Sequence[bool]
+    sizes: Sequence[int]
+
+    def applied(self, x: Values) -> Values:
+        """Return theta', s' and the counts of steps; x has vectors (P,), and one count for each parameter."""
+        result = {name: x[name].clone() for name in (THETA, *self.rule.state)}
+        for k, rows in self._pieces():
+            for name, value in self.rule.step(self._piece(x, k, rows), self.settings[k]).items():
+                result[name][rows] = value
+        return {**result, COUNT: x[COUNT] + torch.tensor(self.moves, device=x[COUNT].device)}
+
+    def pulled(self, x: Values, adjoints: Values) -> Values:
+        """Pull adjoints (S, P) of theta' and s' back to theta, s and the gradient."""
+        result = {name: adjoint.clone() for name, adjoint in adjoints.items()}
+        result[GRADIENT] = torch.zeros_like(adjoints[THETA])
+        for k, rows in self._pieces():
+            leaves = {name: value.detach().requires_grad_(name != COUNT) for name, value in self._piece(x, k, rows).items()}
+            with torch.enable_grad():
+                new = self.rule.step(leaves, self.settings[k])
+            sources = [name for name in leaves if name != COUNT]
+            totals = {name: result[name][:, rows].zero_() for name in sources}
+            for name, adjoint in adjoints.items():
+                inputs = [leaves[source] for source in sources]
+                diagonals = torch.autograd.grad(new[name].sum(), inputs, retain_graph=True, allow_unused=True)
+                for source, diagonal in zip(sources, diagonals, strict=True):
+                    if diagonal is not None:
+                        totals[source] += adjoint[:, rows] * diagonal
+        return result
+
+    def _pieces(self) -> Iterator[tuple[int, slice]]:
+        """Yield the numbers of parameters that move, with some of their entries each."""
+        start = 0
+        for k, size in enumerate(self.sizes):
+            for first in range(start, start + size, ENTRIES) if self.moves[k] else ():
+                yield k, slice(first, min(first + ENTRIES, start + size))
+            start += size
+
+    @staticmethod
+    def _piece(x: Values, k: int, rows: slice) -> Values:
+        return {name: value[k] if name == COUNT else value[rows] for name, value in x.items()}
