@@ -147,7 +147,7 @@ def draw_values(axes: Axes, measured: list[Measured], kind: str, settings: Setti
     axes.axvline(9.5, color=FAINT, linewidth=0.7, linestyle=":", label="after 9, one less than the classes")
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.6)  # room for the key
+    axes.set_ylim(low, high * (high / low) ** 0.9)  # room for the key
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=6, title="widest gap (bar)", title_fontsize=6.5, loc="upper right", frameon=True, edgecolor="none")
 
