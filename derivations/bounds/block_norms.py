@@ -152,7 +152,7 @@ class Pairs:
     ends: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def update(self, other: Pairs, end: str = "") -> None:
-        """Take over the blocks of another, with ``end`` put behind its names."""
+        """Add the blocks of another, with ``end`` appended to their names."""
         self.norms.update({(a + end, b + end): value for (a, b), value in other.norms.items()})
         self.ends.update({a + end: value for a, value in other.ends.items()})
 

@@ -7,7 +7,7 @@ from typing import Any
 BOOST = {"reference/hessians.md": 4, "reference/checks.md": 4, "quickstart.md": 2}
 WORDS = {
     "quickstart.md": ("Hessian", "trace", "block"),
-    "howto/spectrum.md": ("top eigenvalues", "Lanczos", "spectral density", "loss landscape", "loss surface", "sharpest direction"),
+    "howto/spectrum.md": ("top eigenvalues", "Lanczos", "spectral density", "loss landscape", "loss surface"),
     "howto/large_models.md": ("Hessian-vector product", "HVP", "memory", "billion", "conjugate gradients", "solve"),
     "howto/optimiser_curvature.md": ("edge of stability", "AdamW", "preconditioned sharpness", "learning rate threshold"),
     "howto/double_backward.md": ("flash attention double backward", "scaled_dot_product_attention", "gradient penalty"),

@@ -91,11 +91,11 @@ class ScalarEstimates(Printed):
     """Estimates of trace, diagonal and Frobenius norm; made by :func:`scalar_estimates`.
 
     Attributes:
-        trace: Of the whole matrix.
+        trace: Trace of the matrix.
         frobenius_squared: The sum of the squares of all entries.
-        traces: Of the diagonal block of each parameter, by name; from the estimated diagonal.
+        traces: Trace of each parameter's diagonal block, by name; from the estimated diagonal.
         diagonal: Each entry of it, (P,).
-        half_widths: Of the entries' intervals, (P,), each by itself at the level.
+        half_widths: Half widths of the entries' intervals, (P,); the level holds for one entry, not for all together.
         products: Products with the matrix that were taken.
         level: Confidence level of each interval.
         kind: Kind of the operator of a module; the class of any other.
@@ -150,8 +150,8 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     Args:
         operator: Any symmetric operator, as of :func:`hessiankit.hessian_operator` or its inverse; it may be indefinite.
         products: Products with the operator, 6 or more; an odd one is left out.
-        level: Of each interval by itself.
-        seed: Of the random signs; torch's own generator is left alone.
+        level: Confidence level of a single interval.
+        seed: Seed of the random signs; torch's global generator is not used.
 
     Raises:
         InputError: An argument cannot be used, or a product is not finite.

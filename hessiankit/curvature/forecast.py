@@ -33,7 +33,7 @@ class Forecast(Printed, WithDict):
 
     Attributes:
         parameters: P.
-        dtype: Of the matrix.
+        dtype: Type of the matrix.
         device: Where it is computed.
         samples: In all batches.
         batches: How many.
@@ -43,9 +43,9 @@ class Forecast(Printed, WithDict):
         workspace_bytes: Upper bound of the memory besides the matrix or its panel; at most four times the true one, except
             for small models, which take less than the allowance for libraries.
         memory_bytes: Memory at most, in all.
-        disk_bytes: Of the file, 0 without ``out``.
+        disk_bytes: Size of the file, 0 without ``out``.
         free_memory: Bytes that can be had now.
-        free_disk: The same where ``out`` is; 0 without it.
+        free_disk: Free bytes where ``out`` is; 0 without it.
         flops: Floating-point operations in products of matrices; a multiply-add counts as two.
         moved: Bytes read and written by all operations.
         operations: Operations of torch, as many times as they run.

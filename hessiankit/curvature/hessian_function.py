@@ -44,7 +44,7 @@ class HessianFunction(Printed):
             out: A contiguous (P, P) tensor that takes the matrix; None: a new one.
 
         Raises:
-            InputError: As :func:`hessiankit.hessian`; or ``out`` has another shape, dtype or device than the matrix.
+            InputError: The cases of :func:`hessiankit.hessian`; or ``out`` has another shape, dtype or device than the matrix.
         """
         data = (self._data[0] if inputs is None else inputs, self._data[1] if target is None else target)
         result = hessian(self.module, *data, out=out, **self._options)
@@ -75,8 +75,8 @@ def hessian_function(
     a :class:`~hessiankit.curvature.dense.Hessian`. The arguments are those of :func:`hessiankit.hessian`, with one batch.
 
     Raises:
-        InputError: As :func:`hessiankit.hessian`; or several batches are given: call the function with one after the other.
-        TraceError: As :func:`hessiankit.hessian`.
+        InputError: The cases of :func:`hessiankit.hessian`; or there are several batches: call the function on each.
+        TraceError: The cases of :func:`hessiankit.hessian`.
 
     The Hessian of x w^3 with respect to w is 6 x w; here at two points:
 

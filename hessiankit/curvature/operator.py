@@ -80,7 +80,7 @@ class HessianOperator(SymmetricOperator):
     return the same.
 
     Attributes:
-        torch_dtype: Of vectors; ``dtype`` is the same as NumPy spells it, which SciPy needs. ``to_torch()`` is the operator with
+        torch_dtype: Type of vectors; ``dtype`` is its name in NumPy, which SciPy needs. ``to_torch()`` is the operator with
             torch's ``dtype``, which the estimators of curvlinops need. A half-precision module has products in float32.
         names: Parameter names, in the order of the entries of a vector.
         slices: Entries of each parameter.

@@ -302,7 +302,7 @@ def solve(
             of :func:`hessiankit.hessian_diagonal`: the inverse of |diagonal| + damping is taken. Or an approximation of
             (H + damping I)^-1, symmetric and positive definite: a matrix, an operator, or a function v (P,) -> tensor (P,). Not
             for "lsmr".
-        tol: Of |b - (H + damping I) x| / |b|; by default 1e-8, in float32 1e-4.
+        tol: Tolerance of |b - (H + damping I) x| / |b|; by default 1e-8, in float32 1e-4.
         max_products: For each right-hand side. Where they run out, the last iterate is returned with its residual.
 
     Raises:

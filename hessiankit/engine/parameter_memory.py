@@ -24,7 +24,7 @@ class ParameterMemory:
     """
 
     def begin(self, trace: Trace, ids: Mapping[str, int], segments: Sequence[CheckpointSegment]) -> None:
-        """Take over the parameters of a trace, by name with their ids, and the segments that read them."""
+        """Read the parameters of a trace from the ids of their names, and the segments that use them."""
         self.values = {at: hollow(trace.values[at]) for at in ids.values()}
 
     @property

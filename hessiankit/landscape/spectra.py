@@ -146,10 +146,10 @@ def spectrum(
             With a preconditioner, each is that of steps in the block's entries alone.
         method: ``"full"``: all eigenvalues, of the P x P matrix, by LAPACK; ``"lanczos"``; ``"auto"``: "full" of a computed
             Hessian, and where P is at most 800 or directions x steps.
-        tol: Of the residuals |H v - lambda v|, relative to the largest |eigenvalue|; by default 1e-6, in float32 1e-4.
-        max_products: Of the search for the ends of one matrix; by default 500, or 40 for each pair where that is more. What has
+        tol: Tolerance of the residuals |H v - lambda v|, relative to the largest |eigenvalue|; by default 1e-6, in float32 1e-4.
+        max_products: Limit on the search for the ends of one matrix; by default 500, or 40 per pair if that is more. What has
             not converged by then is returned with its residuals, and the result says so.
-        seed: Of first vectors and directions.
+        seed: Seed of first vectors and directions.
         progress: Show a progress bar on standard error, in a terminal.
 
     Raises:

@@ -37,7 +37,7 @@ class Spectrum(Printed, WithDict):
         residuals: |H v - lambda v| of each pair: some eigenvalue lies within it, (k,).
         top: How many of them are of the upper end.
         size: P.
-        kind: Of the operator: ``"hessian"``, ``"ggn"``, ...
+        kind: Kind of the operator: ``"hessian"``, ``"ggn"``, ...
         loss: At this point; NaN for an operator without one.
         measure: Located eigenvalues, with the nodes and weights of random directions where a density was asked.
         method: ``"full"``: all eigenvalues, from the P x P matrix; ``"lanczos"``.
@@ -129,7 +129,7 @@ class Spectrum(Printed, WithDict):
             scale: ``"linear"``; or ``"log"``: per decade of |eigenvalue|, positive and negative ones apart.
             width: Standard deviation of the kernel, in eigenvalues or decades; by default a hundredth of the range of the
                 eigenvalues, or a fiftieth of the decades.
-            points: Of the axis: how many, or the eigenvalues (n,) themselves.
+            points: Number of points of the axis, or the eigenvalues (n,) themselves.
 
         Nodes resolve the linear density to about the range over ``steps``. Eigenvalues much smaller than that stand together in
         few nodes, so that the logarithmic density has the right mass there, and not its shape.

@@ -106,7 +106,7 @@ def approximations(
         method: ``"dense"``: with A in memory. ``"products"``: by products with A, with 95 % intervals of the Frobenius errors;
             no errors by pair and no block-diagonal parts. ``"auto"``: dense up to 2000 parameters.
         products: Products with A for each estimate.
-        seed: Of drawn labels and of random vectors.
+        seed: Seed of drawn labels and random vectors.
         partitions: Name of an approximation by exact blocks -> a function of the module and of the names of its parameters, which
             returns a dict of block to names, patterns or slices; by default ``"layer"`` and ``"type"``, the blocks and the block
             types of :func:`hessiankit.block_types`.

@@ -24,10 +24,10 @@ class Approximation:
     """One approximation and its measures.
 
     Attributes:
-        name: As in :data:`hessiankit.curvature.approximating.APPROXIMATIONS`.
+        name: Key in :data:`hessiankit.curvature.approximating.APPROXIMATIONS`.
         about: The structure in words.
         numbers: How many numbers it stores.
-        power: Its step is (C + damping I)^-power g: 1, or 1/2 for optimizers that divide by a root.
+        power: Exponent of the step (C + damping I)^-power g: 1, or 1/2 for optimizers that divide by a root.
         measures: Errors, alignment, step and condition number.
         operator: C: ``@`` multiplies, ``.to_matrix()`` forms it; but for ``"low-rank"``, ``.mapped(f)`` is f(C), such as
             ``.mapped(lambda v: 1 / (v + damping))`` for the damped inverse.
@@ -53,12 +53,12 @@ class ApproximationsReport(Printed):
     Attributes:
         against: The kind of the exact matrix A.
         parameters: P.
-        names: Of the parameters, in the order of the pairs.
+        names: Names of the parameters, in the order of the pairs.
         loss: The loss at this point.
         damping: The number added to the diagonal of A and, in proportion, of each approximation.
         least: The least eigenvalue of A, or its Ritz value.
         spectral: The spectral norm of A.
-        frobenius: Its Frobenius norm.
+        frobenius: Frobenius norm.
         found: The approximations by name.
         pairs: ||A_ij||_F by pair of parameters, (n, n); None where A was not formed.
         spectral_pairs: ||A_ij||_2 likewise.
