@@ -20,10 +20,14 @@ from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
-from hessiankit.engine.matrix_rows import Columns, MatrixRows
+from hessiankit.engine.matrix_rows import Columns, MatrixRows, shifted
 from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.sweep import TAIL_SIZE, InputTangents, Tangents, UnitColumns, dense, pull, push, reads, work_space
 from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
+
+
+TILE = 2**17
+"""Numbers of rows that are made and added to the matrix at a time: they stay in a cache of the second level."""
 
 
 class PairSums:
@@ -119,13 +123,18 @@ class BlockRows:
                 if not any(matrix.wants(i, j) for i in names for j in column_names):
                     continue
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
-                numbers = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
+                numbers = 3 * plan.numbers + plan.directions[0].groups * self._arriving(section, plan, columns)
                 pairs = PairSums(matrix)
                 for chunk in plan.chunks(numbers, work_space(self.paths.device)):
                     self._read_directions(section, plan, chunk, columns, tail, matrix, pairs)
                 pairs.close()
                 matrix.finish()
             tail = entry_tail
+
+    def _arriving(self, section: Section, plan: SweepPlan, columns: Columns) -> int:
+        """Return the number of first columns among which those of a section's own places are, 0 where these come by pairs."""
+        own = [columns.slices[key(u)].stop for place in section.places for u in place.jacobians if key(u) in columns.slices]
+        return 0 if plan.by_pairs else max(own, default=0)
 
     def _columns(self, places: Sequence[Place], base: Columns | None = None) -> Columns:
         return Columns([u for place in places for u in place.jacobians], base)
@@ -212,20 +221,21 @@ class BlockRows:
         columns = tail.columns if tail else self._columns([] if is_diagonal else section.places)
         wider = self._columns([] if is_diagonal else earlier, columns)
         groups, m, inner = d.groups, d.rows, y.shape[level:entry_level].numel()
-        Z = y.new_zeros(groups, m, d.outputs, wider.size)
+        first = wider.size - columns.size  # of the columns that are known; the places before come to those before it
+        own = [] if is_diagonal else [wider.slices[key(v)].stop for place in section.places for v in place.jacobians]
+        Z = y.new_zeros(groups, m, d.outputs, max(own, default=first) - first)
         K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
+        T = None if tail is None else y.new_empty(m, d.outputs, *self.paths.value(tail.at).shape)
         plan = SweepPlan(path, [d], self.paths.numbers(path), False)
-        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths.device)):
+        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * Z.shape[3], work_space(self.paths.device)):
             count, is_complete = m * (stop - start), stop - start == d.outputs
             Z_part, K_part = (
                 (t if is_complete else torch.zeros_like(t[:, :, start:stop])).reshape(groups, count, t.shape[3]) for t in (Z, K)
             )
 
-            def read_end(T: Tensor, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
-                if tail is not None:
-                    combine(T, entry_level, tail.Z, Z[:, :, wider.size - columns.size :])
-                    if to_entry is not None:
-                        combine(T, entry_level, to_entry, K)
+            def read_end(tangents: Tensor, outputs: slice = slice(start, stop)) -> None:
+                if T is not None:
+                    T[:, outputs] = tangents.reshape(m, -1, *T.shape[2:])
 
             def arrive(place: Place, bar: Tangents, mixed: bool, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 assert isinstance(bar, Tensor)
@@ -235,13 +245,22 @@ class BlockRows:
                     into.diagonal(dim1=1, dim2=3).add_(rows.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
                 elif not is_diagonal:
                     for v, covectors in place.arriving(bar, groups, mixed=mixed):
-                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, wider.slices[key(v)]])
+                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, shifted(wider.slices[key(v)], -first)])
 
             seeds = {entry.at: d.tangents(start, stop, y)}
             self.sweep(section, path, arrive, seeds=seeds, read_end=read_end)
             if not is_complete:
                 for t, part in ((Z, Z_part), (K, K_part)):
                     t[:, :, start:stop] = part.reshape(groups, m, stop - start, -1)
+        Z, own_Z = y.new_empty(groups, m * d.outputs, wider.size), Z.flatten(1, 2)
+        Z[:, :, :first] = 0.0
+        if tail is None or T is None:
+            Z[:, :, first:] = own_Z
+        else:
+            combine(T.flatten(0, 1), entry_level, tail.Z, Z[:, :, first:])
+            Z[:, :, first : first + own_Z.shape[2]] += own_Z
+            if to_entry is not None:
+                K += combine(T.flatten(0, 1), entry_level, to_entry).reshape(K.shape)
         G = y.shape[:level].numel()
         return Tail(entry.at, level, K.reshape(G, y.numel() // G, -1), Z.reshape(G, y.numel() // G, -1), wider)
 
@@ -268,12 +287,12 @@ class BlockRows:
             else:
                 seeds[d.place.at] = among = value.new_zeros(count, *value.shape)
                 among[span] = d.tangents(start, stop, value)
-        Z = None if tail or plan.by_pairs else value.new_zeros(groups, count, columns.size)
+        Z = value.new_zeros(groups, count, self._arriving(section, plan, columns))
+        end: Tensor | None = None
 
         def read_end(T: Tensor) -> None:
-            nonlocal Z
-            if tail is not None:
-                Z = combine(T, plan.level, tail.Z)
+            nonlocal end
+            end = T
 
         def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
             earlier = [one for one in spans if one[0].place.order < place.order or (one[0].place is place and not mixed)]
@@ -291,7 +310,6 @@ class BlockRows:
                     for d, start, stop, span in earlier:
                         pairs.add(d, start, stop, v, K[span, :, 0])
                 return
-            assert Z is not None
             if span_of_place is not None:  # half of a place with itself
                 bar = bar[:last].clone()
                 bar[span_of_place[3]] *= 0.5
@@ -299,11 +317,19 @@ class BlockRows:
                 v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.slices[key(v)]])
 
         self.sweep(section, plan.path, arrive, seeds=seeds, read_end=read_end)
-        if Z is not None:
+        if not columns.size or (tail is None and not Z.shape[2]):
+            return
+        step = columns.size if tail is None else max(1, TILE // (groups * count))
+        for first in range(0, columns.size, step):  # the columns of a tile stay in a cache
+            last = min(first + step, columns.size)
+            part = Z[:, :, first:last]
+            if tail is not None and end is not None:
+                part, summand = combine(end, plan.level, tail.Z[:, :, first:last]), part
+                part[:, :, : summand.shape[2]] += summand
+            pieces = columns.pieces_between(first, last)
             for d, start, stop, span in spans:
-                rows = Z[:, span].reshape(-1, stop - start, columns.size)
                 for u in d.jacobians:
-                    matrix.add_rows(u, start, stop, rows, columns)
+                    matrix.add_rows(u, start, stop, part[:, span].reshape(-1, stop - start, last - first), pieces)
 
 
 def combine(T: Tensor, level: int, Z: Tensor, into: Tensor | None = None) -> Tensor:

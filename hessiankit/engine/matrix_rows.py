@@ -53,6 +53,16 @@ class Columns:
             self.pieces += [(name, shifted(span, self.size), entries) for name, span, entries in base.pieces]
             self.size += base.size
 
+    def pieces_between(self, start: int, stop: int) -> list[tuple[str, slice, slice]]:
+        """Return the pieces of some columns, counted from the first of these."""
+        pieces = []
+        for name, span, entries in self.pieces:
+            first, last = max(span.start, start), min(span.stop, stop)
+            if first < last:
+                offset = entries.start - span.start
+                pieces.append((name, slice(first - start, last - start), slice(first + offset, last + offset)))
+        return pieces
+
 
 def shifted(at: slice, by: int) -> slice:
     """Return a slice moved by some entries."""
@@ -76,11 +86,13 @@ class MatrixRows:
         """Tell whether the block of two parameters is stored."""
         return self.matrix.wants(i, j)
 
-    def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
+    def add_rows(
+        self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, pieces: Sequence[tuple[str, slice, slice]]
+    ) -> None:
         """Add u^T Z for the gradient's derivative Z (R, ``start`` to ``stop``, columns) with respect to outputs of u's place."""
         matrix, order = self.matrix, self.matrix.order
         runs: list[tuple[slice, slice]] = []  # columns, and where they are in the matrix, as few runs
-        for name, span, entries in columns.pieces:
+        for name, span, entries in pieces:
             if not matrix.wants(u.parameter, name):
                 continue
             matrix.touch(u.parameter, name)
