@@ -25,7 +25,6 @@ from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.sweep import TAIL_SIZE, InputTangents, Tangents, UnitColumns, dense, pull, push, reads, work_space
 from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
-
 TILE = 2**17
 """Numbers of rows that are made and added to the matrix at a time: they stay in a cache of the second level."""
 
@@ -123,18 +122,13 @@ class BlockRows:
                 if not any(matrix.wants(i, j) for i in names for j in column_names):
                     continue
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
-                numbers = 3 * plan.numbers + plan.directions[0].groups * self._arriving(section, plan, columns)
+                numbers = 3 * plan.numbers + (0 if plan.by_pairs else plan.directions[0].groups * _last_column(section, columns))
                 pairs = PairSums(matrix)
                 for chunk in plan.chunks(numbers, work_space(self.paths.device)):
                     self._read_directions(section, plan, chunk, columns, tail, matrix, pairs)
                 pairs.close()
                 matrix.finish()
             tail = entry_tail
-
-    def _arriving(self, section: Section, plan: SweepPlan, columns: Columns) -> int:
-        """Return the number of first columns among which those of a section's own places are, 0 where these come by pairs."""
-        own = [columns.slices[key(u)].stop for place in section.places for u in place.jacobians if key(u) in columns.slices]
-        return 0 if plan.by_pairs else max(own, default=0)
 
     def _columns(self, places: Sequence[Place], base: Columns | None = None) -> Columns:
         return Columns([u for place in places for u in place.jacobians], base)
@@ -221,24 +215,16 @@ class BlockRows:
         columns = tail.columns if tail else self._columns([] if is_diagonal else section.places)
         wider = self._columns([] if is_diagonal else earlier, columns)
         groups, m, inner = d.groups, d.rows, y.shape[level:entry_level].numel()
-        first = wider.size - columns.size  # of the columns that are known; the places before come to those before it
-        own = [] if is_diagonal else [wider.slices[key(v)].stop for place in section.places for v in place.jacobians]
-        Z = y.new_zeros(groups, m, d.outputs, max(own, default=first) - first)
-        K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
-        T = None if tail is None else y.new_empty(m, d.outputs, *self.paths.value(tail.at).shape)
+        first = wider.size - columns.size  # of the columns that are known; those of earlier places precede them
+        sizes = max(0, _last_column(section, wider) - first), y.numel() // y.shape[:level].numel()
+        parts, ends = list[list[Tensor]](), list[Tensor]()
         plan = SweepPlan(path, [d], self.paths.numbers(path), False)
-        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * Z.shape[3], work_space(self.paths.device)):
-            count, is_complete = m * (stop - start), stop - start == d.outputs
-            Z_part, K_part = (
-                (t if is_complete else torch.zeros_like(t[:, :, start:stop])).reshape(groups, count, t.shape[3]) for t in (Z, K)
-            )
+        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * sizes[0], work_space(self.paths.device)):
+            parts.append([y.new_zeros(groups, m * (stop - start), size) for size in sizes])
 
-            def read_end(tangents: Tensor, outputs: slice = slice(start, stop)) -> None:
-                if T is not None:
-                    T[:, outputs] = tangents.reshape(m, -1, *T.shape[2:])
-
-            def arrive(place: Place, bar: Tangents, mixed: bool, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
+            def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
                 assert isinstance(bar, Tensor)
+                Z, K = parts[-1]
                 if place is entry:
                     rows = bar.reshape(len(bar), groups, -1).transpose(0, 1)
                     into = K.reshape(groups // inner, inner, len(bar), inner, -1)
@@ -247,20 +233,15 @@ class BlockRows:
                     for v, covectors in place.arriving(bar, groups, mixed=mixed):
                         v.add_vjp(covectors, Z.transpose(0, 1)[:, :, shifted(wider.slices[key(v)], -first)])
 
-            seeds = {entry.at: d.tangents(start, stop, y)}
-            self.sweep(section, path, arrive, seeds=seeds, read_end=read_end)
-            if not is_complete:
-                for t, part in ((Z, Z_part), (K, K_part)):
-                    t[:, :, start:stop] = part.reshape(groups, m, stop - start, -1)
-        Z, own_Z = y.new_empty(groups, m * d.outputs, wider.size), Z.flatten(1, 2)
-        Z[:, :, :first] = 0.0
-        if tail is None or T is None:
-            Z[:, :, first:] = own_Z
-        else:
-            combine(T.flatten(0, 1), entry_level, tail.Z, Z[:, :, first:])
-            Z[:, :, first : first + own_Z.shape[2]] += own_Z
+            self.sweep(section, path, arrive, seeds={entry.at: d.tangents(start, stop, y)}, read_end=ends.append)
+        own_Z, K = (torch.cat([x.unflatten(1, (m, -1)) for x in xs], 2).flatten(1, 2) for xs in zip(*parts, strict=True))
+        Z = y.new_zeros(groups, m * d.outputs, wider.size)
+        if tail is not None:
+            T = torch.cat([x.unflatten(0, (m, -1)) for x in ends], 1).flatten(0, 1)
+            combine(T, entry_level, tail.Z, Z[:, :, first:])
             if to_entry is not None:
-                K += combine(T.flatten(0, 1), entry_level, to_entry).reshape(K.shape)
+                K += combine(T, entry_level, to_entry)
+        Z[:, :, first : first + sizes[0]] += own_Z
         G = y.shape[:level].numel()
         return Tail(entry.at, level, K.reshape(G, y.numel() // G, -1), Z.reshape(G, y.numel() // G, -1), wider)
 
@@ -287,12 +268,8 @@ class BlockRows:
             else:
                 seeds[d.place.at] = among = value.new_zeros(count, *value.shape)
                 among[span] = d.tangents(start, stop, value)
-        Z = value.new_zeros(groups, count, self._arriving(section, plan, columns))
-        end: Tensor | None = None
-
-        def read_end(T: Tensor) -> None:
-            nonlocal end
-            end = T
+        Z = value.new_zeros(groups, count, 0 if plan.by_pairs else _last_column(section, columns))
+        ends: list[Tensor] = []
 
         def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
             earlier = [one for one in spans if one[0].place.order < place.order or (one[0].place is place and not mixed)]
@@ -316,20 +293,24 @@ class BlockRows:
             for v, K in place.arriving(bar[:last], groups, mixed=mixed):
                 v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.slices[key(v)]])
 
-        self.sweep(section, plan.path, arrive, seeds=seeds, read_end=read_end)
-        if not columns.size or (tail is None and not Z.shape[2]):
-            return
-        step = columns.size if tail is None else max(1, TILE // (groups * count))
-        for first in range(0, columns.size, step):  # the columns of a tile stay in a cache
-            last = min(first + step, columns.size)
+        self.sweep(section, plan.path, arrive, seeds=seeds, read_end=ends.append)
+        width = Z.shape[2] if tail is None else columns.size
+        step = max(1, width if tail is None else TILE // (groups * count))
+        for first in range(0, width, step):  # the columns of a tile stay in a cache
+            last = min(first + step, width)
             part = Z[:, :, first:last]
-            if tail is not None and end is not None:
-                part, summand = combine(end, plan.level, tail.Z[:, :, first:last]), part
+            if tail is not None:
+                part, summand = combine(ends[0], plan.level, tail.Z[:, :, first:last]), part
                 part[:, :, : summand.shape[2]] += summand
             pieces = columns.pieces_between(first, last)
             for d, start, stop, span in spans:
                 for u in d.jacobians:
                     matrix.add_rows(u, start, stop, part[:, span].reshape(-1, stop - start, last - first), pieces)
+
+
+def _last_column(section: Section, columns: Columns) -> int:
+    """Return the end of the columns of a section's own places, 0 where there are none."""
+    return max((columns.slices[key(u)].stop for p in section.places for u in p.jacobians if key(u) in columns.slices), default=0)
 
 
 def combine(T: Tensor, level: int, Z: Tensor, into: Tensor | None = None) -> Tensor:

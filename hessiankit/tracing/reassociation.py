@@ -1,8 +1,8 @@
 """Rewriting of a trace so that rows stay apart: products of three matrices reassociated, axes of rows kept.
 
-Attention over tokens X, A (X W_V) and Q (X W_K)^T, mixes the rows of X W. As (A X) W_V and (Q W_K^T) X^T the weights multiply rows
-of A X and Q, each of which reaches one row of the result: curvature is a sum over rows and not over pairs of rows. Where X depends
-on parameters itself, every direction passes A X in place of A (X W_V), so that X may not be wider than X W there.
+Attention over tokens X, A (X W_V) and Q (X W_K)^T, mixes the rows of X W. As (A X) W_V and (Q W_K^T) X^T the weights multiply
+rows of A X and Q, each of which reaches one row of the result: curvature is a sum over rows and not over pairs of rows. Where
+X depends on parameters, every direction passes A X in place of A (X W_V), so that X may not be wider than X W there.
 
 Where a product with a weight takes X (B, L, d) as rows (B L, d), as in GPT-2, it is taken with the axes of X: attention after it
 keeps samples apart then.
