@@ -21,6 +21,7 @@ from benchmarks.routes import command as routes
 from benchmarks.runner import Outcome, measure
 from benchmarks.suites import ALIASES, BENCHMARKS, attention, scale
 from benchmarks.suites.sharpness import MODELS
+from benchmarks.timing import CLOCKS
 from hessiankit.support.errors import HessiankitError, InputError
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
@@ -76,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     top.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: %(default)s)")
+    top.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="time of what is compared on a CPU (default: %(default)s)"
+    )
     top.add_argument("--in-process", action="store_true", help="cells in this process rather than each in its own")
     return top
 
@@ -105,6 +109,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise InputError(f"benchmarks: --limit-seconds {options.limit_seconds:g} leaves no time; pass more than 0")
     if options.budget_seconds < 0:
         raise InputError(f"benchmarks: --budget-seconds {options.budget_seconds:g} is negative; pass more than 0, or nothing")
+    if options.device == "cuda" and options.clock == "process":
+        raise InputError("benchmarks: --clock process does not count a GPU's time; leave the option out")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("benchmarks: --device cuda, but torch sees no GPU; leave the option out")
     quick = options.quick
@@ -118,6 +124,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         limit_seconds=options.limit_seconds,
         compile=not (options.no_compile or quick),
         device=options.device,
+        clock=options.clock,
         budget_seconds=options.budget_seconds,
         methods=tuple(options.methods or ()),
         memory_gib=options.memory_gib,

@@ -16,7 +16,7 @@ from benchmarks.packaged import CURVLINOPS, EIGENTHINGS, jax_hessian, jax_produc
 from benchmarks.peers import AUTOGRAD_HESSIAN, FUNC_HESSIAN, JACREV, JVP, REVERSE, VJP, Peer
 from benchmarks.plan import Plan, Tell
 from benchmarks.problems import Case
-from benchmarks.timing import add_rounds, in_turn, rounds_within, spread, timed
+from benchmarks.timing import CLOCKS, add_rounds, in_turn, rounds_within, spread, timed
 from hessiankit.engine.storage import zeros
 from hessiankit.support.kernels import kernels, plain
 
@@ -54,7 +54,8 @@ def contest(
     steps = len(peers) + 3 + plan.repeats
     # Each contestant gets the same share of the cell's time for each of its runs: the trial, the rounds, and one to spare.
     end = time.perf_counter() + TRIALS * plan.budget
-    ring = Ring(case, part, plan.limit_seconds / ((len(peers) + 2) * (plan.repeats + 2)), plan.device, end - plan.limit_seconds)
+    clock, share = CLOCKS[plan.clock], plan.limit_seconds / ((len(peers) + 2) * (plan.repeats + 2))
+    ring = Ring(case, part, share, plan.device, end - plan.limit_seconds, clock)
     tell(f"{CLOSED}, first call", 0, steps)
 
     def off(columns: Tensor) -> float:
@@ -64,7 +65,7 @@ def contest(
         with plain():
             return closed()
 
-    found, first_seconds = timed(plan.device, closed)
+    found, first_seconds = timed(plan.device, closed, clock)
     rounds = max(1, rounds_within(plan.limit_seconds - first_seconds, first_seconds, plan.repeats))
     variants = {PLAIN: in_plain_torch} if kernels() is not None and found.is_cpu else {}
     ours = {CLOSED: {**ring.verdict_row(CLOSED, off(found)), "first_seconds": first_seconds}}
@@ -82,11 +83,11 @@ def contest(
     writing: list[float] = []
 
     def own_turn(_: int) -> float:
-        writing.append(timed(plan.device, blank)[1])  # first, for it pays for memory that the others gave back
-        return timed(plan.device, closed)[1]
+        writing.append(timed(plan.device, blank, clock)[1])  # first, for it pays for memory that the others gave back
+        return timed(plan.device, closed, clock)[1]
 
     calls: dict[str, Callable[[int], float]] = {CLOSED: own_turn}
-    calls |= {name: lambda _, call=call: timed(plan.device, call)[1] for name, call in variants.items()}  # type: ignore[misc]
+    calls |= {name: lambda _, call=call: timed(plan.device, call, clock)[1] for name, call in variants.items()}  # type: ignore[misc]
     for entry in entries:
         if entry.runs:
             calls[entry.peer.name] = lambda _, e=entry: ring.run(e)  # type: ignore[misc]

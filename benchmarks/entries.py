@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -98,9 +98,19 @@ class Ring:
         share: Seconds that one run of one peer may take.
         device: The device.
         until: When the last trial has to be over, by ``time.perf_counter``.
+        clock: Clock of the runs.
     """
 
-    def __init__(self, case: Case, part: Part, share: float, device: str, until: float = math.inf) -> None:
+    def __init__(
+        self,
+        case: Case,
+        part: Part,
+        share: float,
+        device: str,
+        until: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
         self.case, self.part, self.share, self.device, self.until = case, part, share, device, until
         self.picks = self._picks()
         self.reference = plain_columns(case, self.picks)[:, part.rows]
@@ -148,10 +158,10 @@ class Ring:
         """Run a peer once; return its seconds for the whole part, extrapolated where only some columns are pushed."""
         peer = entry.peer
         if (matrix := peer.matrix) is not None:
-            return timed(self.device, lambda: matrix(self.case))[1]
+            return timed(self.device, lambda: matrix(self.case), self.clock)[1]
         columns = range(self.part.columns.start, self.part.columns.start + (entry.timed_columns or self.part.width))
-        run, once = timed(self.device, lambda: peer.products(self.case))
-        _, pushed = timed(self.device, lambda: self._push(run, peer, columns, entry.chunk or 1))
+        run, once = timed(self.device, lambda: peer.products(self.case), self.clock)
+        _, pushed = timed(self.device, lambda: self._push(run, peer, columns, entry.chunk or 1), self.clock)
         return once + pushed * self.part.width / len(columns)
 
     def _picks(self) -> list[int]:
@@ -176,7 +186,7 @@ class Ring:
 
     def _try_whole(self, entry: Entry) -> Tensor:
         assert entry.peer.matrix is not None
-        matrix, entry.first_seconds = timed(self.device, partial(entry.peer.matrix, self.case))  # jax compiles here
+        matrix, entry.first_seconds = timed(self.device, partial(entry.peer.matrix, self.case), self.clock)  # jax compiles here
         entry.timed_columns, picks = self.part.width, torch.as_tensor(self.picks)
         entry.forecast_seconds = entry.first_seconds
         return matrix[:, picks][self.part.rows].T
@@ -199,7 +209,7 @@ class Ring:
                 columns = range(self.part.columns.start, self.part.columns.start + size)
                 if peer.compiles:
                     self._push(run, peer, columns, size)  # compiles this shape
-                tries = [timed(self.device, lambda: self._push(run, peer, columns, size))[1] for _ in range(2)]
+                tries = [timed(self.device, lambda: self._push(run, peer, columns, size), self.clock)[1] for _ in range(2)]
                 speeds[size] = min(tries) / size
             return speeds[size]
 

@@ -37,6 +37,7 @@ class Plan:
             the default, see ``budget``.
         compile: Whether ``torch.compile`` is tried.
         device: ``"cpu"`` or ``"cuda"``.
+        clock: Clock of the contests on a CPU, of ``benchmarks.timing.CLOCKS``.
         methods: Methods to take, where each has cells of its own; empty: the benchmark's own choice.
         memory_gib: What a method may allocate at real sizes.
     """
@@ -50,6 +51,7 @@ class Plan:
     limit_seconds: float = 120.0
     compile: bool = True
     device: str = "cpu"
+    clock: str = "wall"
     budget_seconds: float = 0.0
     methods: tuple[str, ...] = ()
     memory_gib: float = 8.0
@@ -65,7 +67,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """Return the options that a cell's result depends on, beside the cell itself."""
-        return {name: getattr(self, name) for name in ("repeats", "limit_seconds", "compile", "device", "memory_gib")}
+        return {name: getattr(self, name) for name in ("repeats", "limit_seconds", "compile", "device", "clock", "memory_gib")}
 
     def to_dict(self) -> dict[str, Any]:
         """Return all options as plain data."""

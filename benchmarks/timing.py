@@ -16,6 +16,9 @@ import torch
 
 T = TypeVar("T")
 
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "process": time.process_time}
+"""Clocks by name: ``"process"`` counts the processor's time of all threads, which other processes disturb less."""
+
 
 def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterator[dict[str, list[float]]]:
     """Make every call once a round and yield, after each round, the seconds of all rounds so far.

@@ -59,7 +59,8 @@ PRODUCTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "attention": (lambda s, x: torch.softmax(scores(s, x), -1) @ (x @ s.V), True),
     "softmax over queries": (lambda s, x: torch.softmax(x @ s.Q @ KEYS, -2) @ linear(x, s.V.T, s.b), False),
     "logarithms of weights": (lambda s, x: torch.log_softmax(x @ s.Q @ KEYS, -1) @ linear(x, s.V.T, s.b), False),
-    "tokens that move": (lambda s, x: (lambda z: torch.softmax(scores(s, z), -1) @ (z @ s.V))(torch.tanh(x @ s.E)), False),
+    "tokens that move": (lambda s, x: (lambda z: torch.softmax(scores(s, z), -1) @ (z @ s.V))(torch.tanh(x @ s.E)), True),
+    "tokens that move, wider than keys": (lambda s, x: torch.tanh((x @ s.E) @ (torch.tanh(x @ s.Q) @ s.K.T).mT), False),
     "one sequence": (lambda s, x: torch.softmax(scores(s, x[0]), -1) @ (x[0] @ s.V), False),
     "tokens of another sample": (lambda s, x: torch.softmax((x @ s.Q) @ (x[:1] @ s.K).mT, -1) @ (x[1:] @ s.V), False),
 }

@@ -12,7 +12,7 @@ import hessiankit
 from benchmarks.counting import lift_operations
 from benchmarks.plan import Cell, Plan
 from benchmarks.problems import DTYPES, Case, make, parameters_of, tokens_of
-from benchmarks.timing import add_rounds, all_rounds, deadline, finite, rounds_within, several, timed
+from benchmarks.timing import CLOCKS, add_rounds, all_rounds, deadline, finite, rounds_within, several, timed
 from hessiankit.support.memory import available_memory
 from hessiankit.verify.reference_base import typed_line
 
@@ -104,8 +104,8 @@ def race(
             continue
         try:
             with deadline(plan.limit_seconds, name):
-                method, row["setup_seconds"] = timed(plan.device, prepare)
-                found, row["first_seconds"] = timed(plan.device, method)
+                method, row["setup_seconds"] = timed(plan.device, prepare, CLOCKS[plan.clock])
+                found, row["first_seconds"] = timed(plan.device, method, CLOCKS[plan.clock])
         except TimeoutError as error:
             row.update(status="skipped", why=f"over budget: {error}")
             continue
@@ -118,7 +118,7 @@ def race(
         expected = found if expected is None else expected
         off = (found.reshape(-1)[: expected.numel()].to(expected) - expected.reshape(-1)).abs().max() / expected.abs().max()
         row["error"], row["status"] = finite(float(off)), "right" if off <= tolerance else "wrong"
-        calls[name] = lambda _, method=method: several(plan.device, method)  # type: ignore[misc]
+        calls[name] = lambda _, method=method: several(plan.device, method, CLOCKS[plan.clock])  # type: ignore[misc]
     if calls:
         once = sum(rows[name]["first_seconds"] for name in calls)
         rounds = max(1, rounds_within(plan.limit_seconds, once, plan.repeats)) if rounds is None else rounds

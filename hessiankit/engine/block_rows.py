@@ -20,10 +20,13 @@ from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
-from hessiankit.engine.matrix_rows import Columns, MatrixRows
+from hessiankit.engine.matrix_rows import Columns, MatrixRows, shifted
 from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.sweep import TAIL_SIZE, InputTangents, Tangents, UnitColumns, dense, pull, push, reads, work_space
 from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
+
+TILE = 2**17
+"""Numbers of rows that are made and added to the matrix at a time: they stay in a cache of the second level."""
 
 
 class PairSums:
@@ -119,7 +122,7 @@ class BlockRows:
                 if not any(matrix.wants(i, j) for i in names for j in column_names):
                     continue
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
-                numbers = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
+                numbers = 3 * plan.numbers + (0 if plan.by_pairs else plan.directions[0].groups * _last_column(section, columns))
                 pairs = PairSums(matrix)
                 for chunk in plan.chunks(numbers, work_space(self.paths.device)):
                     self._read_directions(section, plan, chunk, columns, tail, matrix, pairs)
@@ -212,36 +215,33 @@ class BlockRows:
         columns = tail.columns if tail else self._columns([] if is_diagonal else section.places)
         wider = self._columns([] if is_diagonal else earlier, columns)
         groups, m, inner = d.groups, d.rows, y.shape[level:entry_level].numel()
-        Z = y.new_zeros(groups, m, d.outputs, wider.size)
-        K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
+        first = wider.size - columns.size  # of the columns that are known; those of earlier places precede them
+        sizes = max(0, _last_column(section, wider) - first), y.numel() // y.shape[:level].numel()
+        parts, ends = list[list[Tensor]](), list[Tensor]()
         plan = SweepPlan(path, [d], self.paths.numbers(path), False)
-        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths.device)):
-            count, is_complete = m * (stop - start), stop - start == d.outputs
-            Z_part, K_part = (
-                (t if is_complete else torch.zeros_like(t[:, :, start:stop])).reshape(groups, count, t.shape[3]) for t in (Z, K)
-            )
+        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * sizes[0], work_space(self.paths.device)):
+            parts.append([y.new_zeros(groups, m * (stop - start), size) for size in sizes])
 
-            def read_end(T: Tensor, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
-                if tail is not None:
-                    combine(T, entry_level, tail.Z, Z[:, :, wider.size - columns.size :])
-                    if to_entry is not None:
-                        combine(T, entry_level, to_entry, K)
-
-            def arrive(place: Place, bar: Tangents, mixed: bool, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
+            def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
                 assert isinstance(bar, Tensor)
+                Z, K = parts[-1]
                 if place is entry:
                     rows = bar.reshape(len(bar), groups, -1).transpose(0, 1)
                     into = K.reshape(groups // inner, inner, len(bar), inner, -1)
                     into.diagonal(dim1=1, dim2=3).add_(rows.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
                 elif not is_diagonal:
                     for v, covectors in place.arriving(bar, groups, mixed=mixed):
-                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, wider.slices[key(v)]])
+                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, shifted(wider.slices[key(v)], -first)])
 
-            seeds = {entry.at: d.tangents(start, stop, y)}
-            self.sweep(section, path, arrive, seeds=seeds, read_end=read_end)
-            if not is_complete:
-                for t, part in ((Z, Z_part), (K, K_part)):
-                    t[:, :, start:stop] = part.reshape(groups, m, stop - start, -1)
+            self.sweep(section, path, arrive, seeds={entry.at: d.tangents(start, stop, y)}, read_end=ends.append)
+        own_Z, K = (torch.cat([x.unflatten(1, (m, -1)) for x in xs], 2).flatten(1, 2) for xs in zip(*parts, strict=True))
+        Z = y.new_zeros(groups, m * d.outputs, wider.size)
+        if tail is not None:
+            T = torch.cat([x.unflatten(0, (m, -1)) for x in ends], 1).flatten(0, 1)
+            combine(T, entry_level, tail.Z, Z[:, :, first:])
+            if to_entry is not None:
+                K += combine(T, entry_level, to_entry)
+        Z[:, :, first : first + sizes[0]] += own_Z
         G = y.shape[:level].numel()
         return Tail(entry.at, level, K.reshape(G, y.numel() // G, -1), Z.reshape(G, y.numel() // G, -1), wider)
 
@@ -268,12 +268,8 @@ class BlockRows:
             else:
                 seeds[d.place.at] = among = value.new_zeros(count, *value.shape)
                 among[span] = d.tangents(start, stop, value)
-        Z = None if tail or plan.by_pairs else value.new_zeros(groups, count, columns.size)
-
-        def read_end(T: Tensor) -> None:
-            nonlocal Z
-            if tail is not None:
-                Z = combine(T, plan.level, tail.Z)
+        Z = value.new_zeros(groups, count, 0 if plan.by_pairs else _last_column(section, columns))
+        ends: list[Tensor] = []
 
         def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
             earlier = [one for one in spans if one[0].place.order < place.order or (one[0].place is place and not mixed)]
@@ -291,19 +287,30 @@ class BlockRows:
                     for d, start, stop, span in earlier:
                         pairs.add(d, start, stop, v, K[span, :, 0])
                 return
-            assert Z is not None
             if span_of_place is not None:  # half of a place with itself
                 bar = bar[:last].clone()
                 bar[span_of_place[3]] *= 0.5
             for v, K in place.arriving(bar[:last], groups, mixed=mixed):
                 v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.slices[key(v)]])
 
-        self.sweep(section, plan.path, arrive, seeds=seeds, read_end=read_end)
-        if Z is not None:
+        self.sweep(section, plan.path, arrive, seeds=seeds, read_end=ends.append)
+        width = Z.shape[2] if tail is None else columns.size
+        step = max(1, width if tail is None else TILE // (groups * count))
+        for first in range(0, width, step):  # the columns of a tile stay in a cache
+            last = min(first + step, width)
+            part = Z[:, :, first:last]
+            if tail is not None:
+                part, summand = combine(ends[0], plan.level, tail.Z[:, :, first:last]), part
+                part[:, :, : summand.shape[2]] += summand
+            pieces = columns.pieces_between(first, last)
             for d, start, stop, span in spans:
-                rows = Z[:, span].reshape(-1, stop - start, columns.size)
                 for u in d.jacobians:
-                    matrix.add_rows(u, start, stop, rows, columns)
+                    matrix.add_rows(u, start, stop, part[:, span].reshape(-1, stop - start, last - first), pieces)
+
+
+def _last_column(section: Section, columns: Columns) -> int:
+    """Return the end of the columns of a section's own places, 0 where there are none."""
+    return max((columns.slices[key(u)].stop for p in section.places for u in p.jacobians if key(u) in columns.slices), default=0)
 
 
 def combine(T: Tensor, level: int, Z: Tensor, into: Tensor | None = None) -> Tensor:

@@ -68,7 +68,8 @@ def add_equal_columns(u: ParameterJacobian, v: ParameterJacobian, k: Tensor, int
     for w in (u, v):
         if isinstance(w, GainJacobian) and not w.is_ones:
             k = k * w.X
-    diagonal = into.diagonal(dim1=int(u.is_weight), dim2=into.ndim - 1)  # (inputs of u, inputs of v, p), without those of gains
+    first = int(isinstance(u, WeightJacobian))
+    diagonal = into.diagonal(dim1=first, dim2=into.ndim - 1)  # (inputs of u, inputs of v, p), without those of gains
     if not (isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian)):
         X = next((w.X for w in (u, v) if isinstance(w, WeightJacobian)), None)
         diagonal += k.sum(0) if X is None else X.T @ k

@@ -129,7 +129,7 @@ class _Count:
         size = sum(d.place.size for d in plan.directions)
         groups = plan.directions[0].groups
         ways = [(d.place, r) for d in plan.directions for r in targets if d.place.order <= r.order]
-        numbers = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
+        numbers = 3 * plan.numbers + (0 if plan.by_pairs else groups * sum(place.size for place in section.places))
         space = work_space(self.paths.device)
         operations = plan.chunk_count(numbers, space) * (STEP * len(plan.path) // (1 + self.is_diagonal) + READ * len(targets))
         operations += count * self.paths.calls(plan.path)

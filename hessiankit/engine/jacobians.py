@@ -78,11 +78,6 @@ class ParameterJacobian(ABC):
     def reaches_one_column(self) -> bool:
         """Tell whether each entry of the parameter reaches one column of z alone."""
 
-    @property
-    def is_weight(self) -> bool:
-        """Whether the Jacobian is X (x) I."""
-        return False
-
     def unfold(self, x: Tensor, dim: int) -> Tensor:
         """Return a view of x whose axis ``dim``, of :attr:`size`, is that of the outputs; of a weight, (inputs, outputs)."""
         return x
@@ -110,10 +105,6 @@ class WeightJacobian(ParameterJacobian):
     @property
     def size(self) -> int:
         return self.X.shape[1] * self.width
-
-    @property
-    def is_weight(self) -> bool:
-        return True
 
     def unfold(self, x: Tensor, dim: int) -> Tensor:
         if self.transposed:

@@ -53,6 +53,13 @@ class Columns:
             self.pieces += [(name, shifted(span, self.size), entries) for name, span, entries in base.pieces]
             self.size += base.size
 
+    def pieces_between(self, start: int, stop: int) -> list[tuple[str, slice, slice]]:
+        """Return the pieces of some columns, counted from the first of these."""
+        clipped = (
+            (name, max(at.start, start), min(at.stop, stop), entries.start - at.start) for name, at, entries in self.pieces
+        )
+        return [(name, slice(a - start, b - start), slice(a + by, b + by)) for name, a, b, by in clipped if a < b]
+
 
 def shifted(at: slice, by: int) -> slice:
     """Return a slice moved by some entries."""
@@ -76,11 +83,13 @@ class MatrixRows:
         """Tell whether the block of two parameters is stored."""
         return self.matrix.wants(i, j)
 
-    def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
+    def add_rows(
+        self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, pieces: Sequence[tuple[str, slice, slice]]
+    ) -> None:
         """Add u^T Z for the gradient's derivative Z (R, ``start`` to ``stop``, columns) with respect to outputs of u's place."""
         matrix, order = self.matrix, self.matrix.order
         runs: list[tuple[slice, slice]] = []  # columns, and where they are in the matrix, as few runs
-        for name, span, entries in columns.pieces:
+        for name, span, entries in pieces:
             if not matrix.wants(u.parameter, name):
                 continue
             matrix.touch(u.parameter, name)
@@ -114,20 +123,20 @@ class MatrixRows:
             if not regular:
                 self._add_entries(u, (first, last), rows, into, columns)
                 continue
-            u.unfold(into[runs[0][1]], 0).narrow(int(u.is_weight), first, last - first).add_(rows)
+            u.unfold(into[runs[0][1]], 0).narrow(int(isinstance(u, WeightJacobian)), first, last - first).add_(rows)
             if columns is not None:
                 self._add_transpose(u, (first, last), rows, columns)
 
     def _add_transpose(self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, columns: slice) -> None:
         """Add to the block of a parameter with itself the transpose of its rows; its entries are one run."""
         ((_, at),) = u.runs()
-        transpose, outputs = rows.movedim(-1, 0), int(u.is_weight)
+        transpose, outputs = rows.movedim(-1, 0), int(isinstance(u, WeightJacobian))
         into = u.unfold(self.matrix.block(u.parameter, u.parameter)[columns, at], 1)
         into.narrow(1 + outputs, of_u[0], of_u[1] - of_u[0]).add_(transpose)
         if u.parameter not in self._tied and columns.start <= at.start < at.stop <= columns.stop:
             square = u.unfold(transpose[at.start - columns.start : at.stop - columns.start], 0)
             square = square.narrow(outputs, of_u[0], of_u[1] - of_u[0])
-            mirrored = square.permute(2, 3, 0, 1) if u.is_weight else square.T
+            mirrored = square.permute(2, 3, 0, 1) if isinstance(u, WeightJacobian) else square.T
             self.matrix.asymmetries.append((square - mirrored).abs().max())
 
     def _add_entries(
@@ -209,8 +218,8 @@ class MatrixRows:
         if len(rows) != 1 or len(columns) != 1 or block.dtype != K.dtype:
             return None
         block = block[rows[0][1], columns[0][1]]
-        into = u.unfold(v.unfold(block, 1).narrow(1 + v.is_weight, of_v[0], of_v[1] - of_v[0]), 0)
-        return into.narrow(int(u.is_weight), of_u[0], of_u[1] - of_u[0])
+        into = u.unfold(v.unfold(block, 1).narrow(1 + isinstance(v, WeightJacobian), of_v[0], of_v[1] - of_v[0]), 0)
+        return into.narrow(int(isinstance(u, WeightJacobian)), of_u[0], of_u[1] - of_u[0])
 
     def _scatter(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -50,6 +51,8 @@ class _Division:
 
     Attributes:
         stream: Numbers of the steps after which a single value passes.
+        section: Steps after one number up to another as a section, built once.
+        work: Cost of a section between two numbers, in passes over a number, counted once.
     """
 
     def __init__(self, paths: Paths, *, is_diagonal: bool) -> None:
@@ -76,8 +79,7 @@ class _Division:
             )
             level = paths.level(at, paths.reach([at, *places], paths.steps[n + 1 : end + 1]))
             self._levels[n], end = min(level, self._levels.get(end, level)), n
-        self._sections: dict[tuple[int, int], Section] = {}
-        self._works: dict[tuple[int, int], float] = {}
+        self.section, self.work = cache(self._section), cache(self._work)
 
     def cheapest(self, first: int, last: int) -> list[int]:
         """Return the bounds of sections whose sweeps take least: cuts are left out one by one, the costliest first."""
@@ -107,19 +109,12 @@ class _Division:
                 narrow.append(n)
         return narrow
 
-    def work(self, start: int, stop: int) -> float:
+    def _work(self, start: int, stop: int) -> float:
         """Return the cost of a section, in passes over a number."""
-        if (start, stop) not in self._works:
-            self._works[start, stop] = section_cost(self.paths, self.section(start, stop), is_diagonal=self.is_diagonal).work
-        return self._works[start, stop]
-
-    def section(self, start: int, stop: int) -> Section:
-        """Return the steps after one number up to another as a section."""
-        if (start, stop) not in self._sections:
-            self._sections[start, stop] = self._section(start, stop)
-        return self._sections[start, stop]
+        return section_cost(self.paths, self.section(start, stop), is_diagonal=self.is_diagonal).work
 
     def _section(self, start: int, stop: int) -> Section:
+        """Return the steps after one number up to another as a section."""
         paths, steps = self.paths, self.paths.steps[start + 1 : stop + 1]
         places = [place for n, place in self._numbered_places if start < n <= stop]
         entry, end = None if start < 0 else self._entry(start), steps[-1].output

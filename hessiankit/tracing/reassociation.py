@@ -1,7 +1,8 @@
 """Rewriting of a trace so that rows stay apart: products of three matrices reassociated, axes of rows kept.
 
-Attention over tokens X at rest, A (X W_V) and Q (X W_K)^T, mixes the rows of X W. As (A X) W_V and (Q W_K^T) X^T each row of the
-result depends on one row of A or Q, and the weights multiply rows: curvature is a sum over rows and not over pairs of rows.
+Attention over tokens X, A (X W_V) and Q (X W_K)^T, mixes the rows of X W. As (A X) W_V and (Q W_K^T) X^T the weights multiply
+rows of A X and Q, each of which reaches one row of the result: curvature is a sum over rows and not over pairs of rows. Where
+X depends on parameters, every direction passes A X in place of A (X W_V), so that X may not be wider than X W there.
 
 Where a product with a weight takes X (B, L, d) as rows (B L, d), as in GPT-2, it is taken with the axes of X: attention after it
 keeps samples apart then.
@@ -88,14 +89,15 @@ def _acts_on_rows(trace: Trace, a: Application) -> bool:
 
 
 def _projection(trace: Trace, at: int | None, producers: dict[int, Application], uses: Counter[int]) -> Application | None:
-    """Return the application X W or X W^T that computes a value, if X is at rest and the value is read once."""
+    """Return the application X W or X W^T that computes a value, if the value is read once and not narrower than a moving X."""
     a = producers.get(at) if at is not None else None
     if a is None or uses[a.output] != 1 or not isinstance(a.primitive, (MatMul, Linear)):
         return None
     x, weight = a.inputs[0], a.inputs[1]
-    if x is None or weight is None or x in trace.moving or trace.values[weight].ndim != 2 or trace.values[x].ndim < 3:
+    if x is None or weight is None or trace.values[weight].ndim != 2 or trace.values[x].ndim < 3:
         return None
-    return a
+    is_narrower = trace.values[a.output].shape[-1] < trace.values[x].shape[-1]
+    return None if x in trace.moving and is_narrower else a
 
 
 def _values_last(trace: Trace, a: Application, producers: dict[int, Application], uses: Counter[int]) -> list[Application]:
@@ -134,7 +136,8 @@ def _keys_last(trace: Trace, a: Application, producers: dict[int, Application], 
     projecting: Primitive = Linear() if isinstance(projection.primitive, MatMul) else MatMul()
     first: list[Application] = []
     at = trace.derived(projecting, (left, weight), f"{a.name}_keyed", first)
-    return [*first, Application(MatMul(), (at, trace.add_value(trace.values[x].mT)), a.output, a.name)]
+    transposed = trace.derived(right.primitive, (x,), f"{a.name}_transposed", first)
+    return [*first, Application(MatMul(), (at, transposed), a.output, a.name)]
 
 
 def _transposes(primitive: Primitive) -> bool:

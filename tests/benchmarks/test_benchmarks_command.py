@@ -98,6 +98,7 @@ def test_a_wrong_closed_form_is_an_exit_code(tmp_path: Path, monkeypatch: pytest
         ("dense --budget-seconds -1", "--budget-seconds -1 is negative"),
         ("scale --methods guess", "no method is called 'guess'; there are: hessian_operator, double, "),
         ("scale --memory-gib 0", "leaves no memory"),
+        ("dense --device cuda --clock process", "--clock process does not count a GPU's time"),
         ("scale dense --dtype bfloat16", "--dtype bfloat16 is of scale alone"),
     ],
 )

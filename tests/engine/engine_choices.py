@@ -72,6 +72,7 @@ def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
         (sweep, "WORK_SPACE", choice.work_space),
         (sections, "JOIN_SIZE", choice.joined),
         (block_rows, "TAIL_SIZE", choice.kept),
+        (block_rows, "TILE", choice.chunk),
         (contractions, "CACHE", choice.chunk),
         (contractions, "OUTER", choice.chunk),
         (jacobians, "SCRATCH", choice.chunk),
