@@ -174,7 +174,6 @@ def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Itera
     return answer
 
 
-
 def each(values: Iterable[float], digits: int = 3) -> str:
     """Return the values of the seeds, with some significant digits.
 

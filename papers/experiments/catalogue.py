@@ -1,8 +1,8 @@
 """Experiments of the four papers: every number of a preset with its place of print, and the sizes that run on one core.
 
 A preset is put together of a recipe, which a paper's experiments share, a model and an arm, the method. ``paper`` has the
-printed numbers. ``small`` and ``tiny`` have their own sizes and budgets, and the paper's methods. "Code" is the released code of the
-paper, where the text is silent; "ours" is a choice where both are.
+printed numbers. ``small`` and ``tiny`` have their own sizes and budgets, and the paper's methods. "Code" is the paper's released
+code, where the text is silent; "ours" is a choice where both are.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _at(place: str, **numbers: Any) -> dict[str, Printed]:
 TINY = {"d_model": 16, "heads": 2, "length": 16, "batch_size": 4, "steps": 30, "windows": 8}
 """Sizes of all tiny language models."""
 EMBEDDING_STD = sqrt(2 / 5)
-"""Standard deviation of the embedding in The Curse of Depth's code when its models were trained; since January 2026 it has 0.02."""
+"""Standard deviation of the embedding in The Curse of Depth's code when its models were trained; since 2026 it has 0.02."""
 
 # The Curse of Depth ---------------------------------------------------------------------------------------------------
 CODE = "code"
@@ -143,7 +143,9 @@ CURSE = {
 """Methods of The Curse of Depth; the initialisation of the others is that of the recipe."""
 
 
-def _curse(d: int, d_ff: int, heads: int, layers: int, steps: int, warm_up: float, lr: Printed, name: str, **options: Any) -> Model:
+def _curse(
+    d: int, d_ff: int, heads: int, layers: int, steps: int, warm_up: float, lr: Printed, name: str, **options: Any
+) -> Model:
     sizes = _at(CODE, d_model=d, d_ff=d_ff, heads=heads, layers=layers, steps=steps, warm_up=warm_up)
     return Model({**sizes, "lr": lr}, Printed(name, "Table 1"), within=0.04, **options)
 
@@ -167,7 +169,8 @@ CURSE_MODELS = {
 """Models by the names of Table 1; sizes and budgets are the released configurations."""
 OLMO_1B = Model(
     {
-        **_at("OLMo-1B", d_model=2048, d_ff=8192, heads=16, layers=16, vocabulary=50_304, length=2048, tied=True, batch_size=2048),
+        **_at("OLMo-1B", d_model=2048, d_ff=8192, heads=16, layers=16, vocabulary=50_304, length=2048, tied=True,
+        batch_size=2048),
         **_at("Table 3: 20B tokens", steps=4768), **_at("OLMo-1B", lr=4e-4, warm_up=0.1),
     },
     Printed("1B", "Table 3"), "OLMo-1B is a name: the published configuration has 1.18 billion", small={"layers": 8},
@@ -202,9 +205,7 @@ VIT = Recipe(
     {"image": (8, 8, 1, 4), "length": 4, "layers": 3, "d_model": 8, "heads": 2, "d_ff": 16, "steps": 20, "every": 5},
     "ImageNet-1K as an .npz file",
 )  # fmt: skip
-VIT_S = {
-    "ViT-S": Model(_at("ViT-S", d_model=384, d_ff=1536, heads=6, layers=12, steps=100_000))
-}
+VIT_S = {"ViT-S": Model(_at("ViT-S", d_model=384, d_ff=1536, heads=6, layers=12, steps=100_000))}
 VIT_ARMS = {
     "Pre-LN": {"placement": "pre"}, "LNS after the norm": {"placement": "lns"},
     "LNS after attention and MLP": {"placement": "lns-after-branch"},
@@ -217,7 +218,8 @@ HYBRID = Recipe(
     {
         **_at("Table 7", optimizer="adamw", lr=3e-4, floor=0.1, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0, batch_size=1024),
         **_at("Table 7", activation="swiglu", std=None, initialisation="megatron"),
-        **_at("Table 6", vocabulary=100_278, tied=True, length=4096), **_at("Sec. 3", norm="rmsnorm"), **_at("App. B.2", rotary=True),
+        **_at("Table 6", vocabulary=100_278, tied=True, length=4096), **_at("Sec. 3", norm="rmsnorm"), **_at("App. B.2",
+        rotary=True),
         **_at("ours", windows=512, log_spaced=False, every=0, precision="bfloat16"),
     },
     {
@@ -249,14 +251,25 @@ MOE = Model(
     Printed("6.9B", "Sec. 4.1"), small={"experts": (8, 2), "d_ff": 44, "tied": False},
     tiny={"experts": (4, 2), "d_ff": 12, "tied": False},
 )  # fmt: skip
-HYBRID_ARMS = {"Pre-Norm": {"placement": "pre"}, "HybridNorm": {"placement": "hybridnorm"}, "HybridNorm*": {"placement": "hybridnorm*"}}
+HYBRID_ARMS = {
+    "Pre-Norm": {"placement": "pre"},
+    "HybridNorm": {"placement": "hybridnorm"},
+    "HybridNorm*": {"placement": "hybridnorm*"},
+}
 TABLE_4_ARMS = (
     "QKVC-Post", "QKC-Post", "QK-Post", "KV-Post", "KC-Post", "Pre-QKV-Post", "Pre-QKV-Pre", "Pre-QK-Pre", "QKV-Pre", "Post-Norm",
     "Pre-Norm", "Mix-LN", "Post-Pre", "Pre-Post", "HybridNorm", "HybridNorm*",
 )  # fmt: skip
 FIRST_BLOCKS = {
-    "HybridNorm": "hybridnorm", "HybridNorm*": "hybridnorm*", "First-QKV-Pre": "first-qkv-pre", "EmbedNorm": "embednorm-hybridnorm",
+    "HybridNorm": "hybridnorm", "HybridNorm*": "hybridnorm*", "First-QKV-Pre": "first-qkv-pre",
+    "EmbedNorm": "embednorm-hybridnorm",
 }  # fmt: skip
+FLOWS = {
+    "Pre-Norm, normal": ("pre", "normal"), "Pre-Norm, Megatron": ("pre", "megatron"),
+    "Post-Norm, shifted": ("post-shifted", "megatron"), "Post-Norm, Eqs. 3-4": ("post", "megatron"),
+    "HybridNorm": ("hybridnorm", "megatron"), "HybridNorm*": ("hybridnorm*", "megatron"),
+}  # fmt: skip
+"""Placements and initialisations of Figure 5; HybridNorm's App. E has its norms of Post-Norm in front."""
 DENSE_550 = {"550M": _dense("550M", 400, "Tables 3 to 5: 400B tokens")}
 
 # The Sharpness Disparity Principle ------------------------------------------------------------------------------------
@@ -268,7 +281,8 @@ SHARPNESS = Recipe(
         **_at("ours", windows=512, every=0),
     },
     {
-        "layers": 2, "d_model": 32, "heads": 2, "length": 32, "batch_size": 16, "steps": 300, "lr": 4e-3, "windows": 64, "every": 0,
+        "layers": 2, "d_model": 32, "heads": 2, "length": 32, "batch_size": 16, "steps": 300, "lr": 4e-3, "windows": 64,
+        "every": 0,
     },
     {**TINY, "layers": 2},
     "OpenWebText, GPT-2 tokens; MiniPile; C4, T5 tokens",
@@ -276,7 +290,8 @@ SHARPNESS = Recipe(
 GPT = {**_at("App. A", activation="gelu", norm="layernorm", rotary=False), **_at("nanoGPT", tied=True, vocabulary=VOCABULARY)}
 DECODER = {**_at("App. A", activation="swiglu", norm="rmsnorm", rotary=True), **_at("App. A: Hugging Face's LLaMA", tied=False)}
 RATES = {
-    "GPT-2 (small)": (6e-4, 6e-4), "LLaMA (0.13B)": (None, 1.2e-3), "LLaMA (0.25B)": (8e-4, 7.5e-4), "LLaMA (0.5B)": (8e-4, 4.5e-4),
+    "GPT-2 (small)": (6e-4, 6e-4), "LLaMA (0.13B)": (None, 1.2e-3), "LLaMA (0.25B)": (8e-4, 7.5e-4), "LLaMA (0.5B)": (8e-4,
+    4.5e-4),
     "LLaMA (0.75B)": (6e-4, None), "LLaMA (1.1B)": (4e-4, None), "LLaMA (2B)": (2e-4, None),
     "LLaMA (66M)": (1e-3, None), "LLaMA (0.2B)": (1e-3, None), "LLaMA (0.4B)": (6e-4, None), "LLaMA (1B)": (3e-4, None),
 }  # fmt: skip
@@ -286,7 +301,9 @@ DIFFERENT = {"LLaMA (2B)": "sharpness-disparity/table3-llama-2b", "LLaMA (0.2B)"
 LLAMA_SMALL = {"norm": "rmsnorm", "activation": "swiglu", "rotary": True, "tied": False}
 
 
-def _sharpness(row: Any, *, mini_pile: bool = False, small: Mapping[str, Any] = LLAMA_SMALL, tiny: Mapping[str, Any] = {}) -> Model:
+def _sharpness(
+    row: Any, *, mini_pile: bool = False, small: Mapping[str, Any] = LLAMA_SMALL, tiny: Mapping[str, Any] = {}
+) -> Model:
     kind, place = GPT if row.name.startswith("GPT") else DECODER, f"Table {row.table}"
     sizes = _at(place, d_model=row.d_model, d_ff=row.d_ff, heads=row.n_heads, layers=row.depth, lr=RATES[row.name][mini_pile])
     block = (("n_kv_heads", row.kv),) if row.kv else ()
@@ -307,7 +324,7 @@ SIZES = {  # small and tiny models of the scaling law, by the depth and width of
     "LLaMA (0.25B)": ({"layers": 2, "d_model": 32}, {"layers": 1, "d_model": 16}),
     "LLaMA (0.5B)": ({"layers": 4, "d_model": 48}, {"layers": 2, "d_model": 24}),
 }
-BLOCKWISE = {"AdamW": {"ratios": ()}, "Blockwise LR": {"ratios": PAPER}}
+BLOCKWISE: dict[str, Mapping[str, Any]] = {"AdamW": {"ratios": ()}, "Blockwise LR": {"ratios": PAPER}}
 MINI = ratios_of({"Emb": 4.0, "FFN": 4.0, "VO": 4.0})
 """Blockwise ratios of Adam-mini (App. A.3)."""
 QUARTER = {"LLaMA (0.25B)": _sharpness(BY_NAME["LLaMA (0.25B)"])}
@@ -316,7 +333,8 @@ FOLLOWED = {
 }  # fmt: skip
 KEPT = (0, 10, 20, 50, 100, 200, 300, 400, 500, 600, 700, 800, 900)
 FOLLOWED_SMALL = {
-    "layers": 4, "d_model": 64, "heads": 4, "length": 64, "batch_size": 16, "windows": 256, "steps": 1000, "every": 100, "draws": 8,
+    "layers": 4, "d_model": 64, "heads": 4, "length": 64, "batch_size": 16, "windows": 256, "steps": 1000, "every": 100,
+    "draws": 8,
     "batches": 4, "kept": KEPT,
 }  # fmt: skip
 FOLLOWED_TINY = {"every": 10, "windows": 16, "batches": 2, "draws": 4, "kept": (0, 10, 20)}
@@ -325,7 +343,8 @@ FOLLOWED_TINY = {"every": 10, "windows": 16, "batches": 2, "draws": 4, "kept": (
 VISION = Recipe(
     {
         **_at("Fig. 2", placement="post"), **_at("Table 1", heads=1),
-        **_at("ours: neither optimizer nor rate is printed", optimizer="adamw", lr=3e-3, weight_decay=0.0, clip=0.0, batch_size=128),
+        **_at("ours: neither optimizer nor rate is printed", optimizer="adamw", lr=3e-3, weight_decay=0.0, clip=0.0,
+        batch_size=128),
         **_at("ours", activation="relu", block=(("bias", True),), initialisation="normal", std=None, warm_up=0.0, floor=1.0),
         **_at("ours", windows=1024, log_spaced=False, every=100, measured=("norms",)),
     },
@@ -340,7 +359,8 @@ VISION = Recipe(
 MNIST = {
     "MNIST": Model(
         {
-            **_at("Table 1", d_model=16, d_ff=64, layers=1), **_at("MNIST; Table 1, patches of 4", image=(28, 28, 1, 4), length=49),
+            **_at("Table 1", d_model=16, d_ff=64, layers=1), **_at("MNIST; Table 1, patches of 4", image=(28, 28, 1, 4),
+            length=49),
             **_at("MNIST", vocabulary=10), **_at("App. A.1", steps=1000),
         },
         small={"image": (8, 8, 1, 2), "length": 16, "layers": 1, "d_model": 16, "d_ff": 64, "steps": 1000},
@@ -389,7 +409,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     "curse-of-depth/table8": Experiment("Table 8", LLAMA, {"130M": CURSE_MODELS["130M"]},
         _arms("Pre-LN", "Before LN", "After Attn/FFN", "After Residual", "LNS Only After Attn", "LNS Only After FFN", "LNS"),
         small={"steps": 200, "every": 0}),
-    "hybridnorm/fig1": Experiment("Figures 1 and 7, Table 1's models", HYBRID, {"1.2B": _dense("1.2B", 1000, "Fig. 1: 1T tokens")},
+    "hybridnorm/fig1": Experiment("Figures 1 and 7, Table 1's models", HYBRID, {"1.2B": _dense("1.2B", 1000,
+    "Fig. 1: 1T tokens")},
         HYBRID_ARMS),
     "hybridnorm/fig3": Experiment("Figures 3 and 8, Table 2's models", HYBRID, {"MoE-1B-7B": MOE},
         {name: HYBRID_ARMS[name] for name in ("Pre-Norm", "HybridNorm")}),
@@ -407,11 +428,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     "hybridnorm/fig4": Experiment("Figure 4", HYBRID, DENSE_550, {name: {"placement": one} for name, one in FIRST_BLOCKS.items()},
         figure="hybridnorm_4_5", seeds=(0, 1, 2, 3)),
     "hybridnorm/fig5": Experiment("Figure 5", HYBRID, DENSE_550,
-        {"Pre-Norm": HYBRID_ARMS["Pre-Norm"], "Post-Norm": {"placement": "post"}, "HybridNorm": HYBRID_ARMS["HybridNorm"]},
+        {name: {"placement": placement, "initialisation": scheme} for name, (placement, scheme) in FLOWS.items()},
         _at("Fig. 5", steps=100, every=100, measured=("gradient",)) | _at("ours", warm_up=0.9),
         {"layers": 16, "steps": 100, "every": 100, "measured": ("gradient",)}, "hybridnorm_4_5"),
     "hybridnorm/fig6": Experiment("Figure 6", HYBRID,
-        {"151M": _dense("151M", 200, "Sec. 4.6: 200B tokens", small={"layers": 4, "d_model": 32, "d_ff": 84}, tiny={"d_model": 8}),
+        {"151M": _dense("151M", 200, "Sec. 4.6: 200B tokens", small={"layers": 4, "d_model": 32, "d_ff": 84},
+        tiny={"d_model": 8}),
          "285M": _dense("285M", 200, "Sec. 4.6: 200B tokens", small={"layers": 6, "d_model": 48, "d_ff": 128}),
          "550M": _dense("550M", 300, "Sec. 4.6: 300B tokens"),
          "1.2B": _dense("1.2B", 1000, "Sec. 4.6: 1T tokens", small={"d_model": 96, "d_ff": 256}, tiny={"d_model": 24})},
@@ -421,11 +443,13 @@ EXPERIMENTS: dict[str, Experiment] = {
          "LLaMA-like": _sharpness(BY_NAME["LLaMA (0.25B)"], small={**FOLLOWED_SMALL, **FOLLOWED["LLaMA-like"]},
                                   tiny={**FOLLOWED_TINY, "d_ff": 44})},
         {"AdamW": {}},
-        _at("Fig. 3", every=1000, log_spaced=True, kept=(1000, 10_000, 20_000, 30_000, 40_000)) | _at("App. A.1: B = 1024", draws=8),
+        _at("Fig. 3", every=1000, log_spaced=True, kept=(1000, 10_000, 20_000, 30_000, 40_000)) | _at("App. A.1: B = 1024",
+        draws=8),
         figure="sharpness_disparity_3_8", seeds=(0,)),
     "sharpness-disparity/fig4": Experiment("Figures 1 (right) and 4", SHARPNESS,
         {name: _sharpness(BY_NAME[name], small={**LLAMA_SMALL, "layers": 1 + k, "d_model": 16 * (1 + k)} if k else {})
-         for k, name in enumerate(("GPT-2 (small)", "LLaMA (0.25B)", "LLaMA (0.5B)", "LLaMA (0.75B)", "LLaMA (1.1B)", "LLaMA (2B)"))},
+         for k, name in enumerate(("GPT-2 (small)", "LLaMA (0.25B)", "LLaMA (0.5B)", "LLaMA (0.75B)", "LLaMA (1.1B)",
+         "LLaMA (2B)"))},
         BLOCKWISE, seeds=(0,)),
     "sharpness-disparity/fig5": Experiment("Figure 5 (left, MiniPile)", SHARPNESS,
         {name: _sharpness(BY_NAME[name], mini_pile=True, small={**LLAMA_SMALL, **small}, tiny=tiny)
@@ -456,8 +480,8 @@ EXPERIMENTS: dict[str, Experiment] = {
 }  # fmt: skip
 """Experiments by the name that ``python -m papers train`` takes: a paper, and a row of the ledger or its figure or table."""
 NO_RUN = {
-    "curse-of-depth/fig2": "Qwen3-8B, DeepSeek-7B, LLaMA2-13B and BERT-Large are downloaded weights: hessiankit.depth_diagnostics on them",
-    "curse-of-depth/fig9": "Qwen2.5-VL-7B is downloaded weights: hessiankit.depth_diagnostics on them",
+    "curse-of-depth/fig2": "weights of Qwen3-8B, DeepSeek-7B, LLaMA2-13B, BERT-Large: hessiankit.depth_diagnostics on them",
+    "curse-of-depth/fig9": "weights of Qwen2.5-VL-7B: hessiankit.depth_diagnostics on them",
     "curse-of-depth/table2": "supervised fine-tuning of Table 1's models on Commonsense170K, then lm-evaluation-harness",
     "hybridnorm/table1": "lm-evaluation-harness on the models of hybridnorm/fig1",
     "hybridnorm/table2": "lm-evaluation-harness on the models of hybridnorm/fig3",
@@ -487,7 +511,9 @@ def numbers_of(experiment: Experiment, size: str, arm: str) -> dict[str, Printed
     return {**experiment.recipe.paper, **experiment.models[size].paper, **experiment.budget, **method}
 
 
-def specs(name: str, preset: str = "small", *, seeds: tuple[int, ...] | None = None, **changes: Any) -> dict[tuple[str, str], list[Spec]]:
+def specs(
+    name: str, preset: str = "small", *, seeds: tuple[int, ...] | None = None, **changes: Any
+) -> dict[tuple[str, str], list[Spec]]:
     """Return the runs of an experiment, by model and method, one a seed; the paper's preset has one seed.
 
     Args:

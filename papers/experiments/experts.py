@@ -52,9 +52,18 @@ class Experts(nn.Module):
         return total.reshape(y.shape)
 
 
-def add_experts(model: Any, count: int, active: int, scheme: str | None = None, std: float | None = None, seed: int = 0) -> Any:
-    """Replace the network of every block by experts, in place, draw their weights if a scheme is named, and return the model."""
-    generator = torch.Generator().manual_seed(seed + 1)  # the model's own weights have the seed's draws
+def add_experts(model: Any, experts: tuple[int, ...], scheme: str | None = None, std: float | None = None, seed: int = 0) -> Any:
+    """Replace the network of every block by experts, in place, draw their weights if a scheme is named, and return the model.
+
+    Args:
+        model: The model.
+        experts: Networks of a block, and those that a token takes.
+        scheme: A name in ``hessiankit.blocks.SCHEMES``.
+        std: Standard deviation of the matrices, where the scheme takes one.
+        seed: Seed of the model's own weights; the experts' are other draws.
+    """
+    count, active = experts
+    generator = torch.Generator().manual_seed(seed + 1)
     for block in model.blocks:
         block.feedforward = Experts(block.feedforward, count, active)
         if scheme is not None:

@@ -1,4 +1,4 @@
-"""The dry run of an experiment: its numbers with their places of print, parameters, tokens, memory and hours, without training."""
+"""The dry run of an experiment: its numbers with their places of print, parameters, tokens, memory and hours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from papers.experiments.experts import Experts
 from papers.experiments.spec import Spec, counted
 
 BYTES = {"adamw": 16, "muon": 16, "adam_mini": 16, "lion": 12}
-"""Bytes a parameter: float32 of weight, gradient and moments. Muon's matrices need 12; Adam-mini's second moment is stored whole."""
+"""Bytes a parameter: float32 of weight, gradient and moments. Muon's matrices need 12; Adam-mini's v is stored whole."""
 UNITS = {"M": 1e6, "B": 1e9}
 
 
@@ -105,4 +105,8 @@ def _bytes(number: float) -> str:
 
 
 def _value(value: Any) -> str:
-    return ", ".join(f"{key} {one}" for key, one in value) if value and isinstance(value, tuple) and isinstance(value[0], tuple) else str(value)
+    return (
+        ", ".join(f"{key} {one}" for key, one in value)
+        if value and isinstance(value, tuple) and isinstance(value[0], tuple)
+        else str(value)
+    )

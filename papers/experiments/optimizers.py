@@ -108,7 +108,13 @@ class Together:
 
 
 def optimizer_of(
-    model: nn.Module, kind: str, lr: float, ratios: Ratios = (), decay: float = 0.1, betas: tuple[float, ...] = BETAS, n_heads: int = 1
+    model: nn.Module,
+    kind: str,
+    lr: float,
+    ratios: Ratios = (),
+    decay: float = 0.1,
+    betas: tuple[float, ...] = BETAS,
+    n_heads: int = 1,
 ) -> Together:
     """Return an optimizer over groups with a rate by block type.
 

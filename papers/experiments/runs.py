@@ -38,6 +38,7 @@ from papers.experiments.tuning.experiment import cross_entropy, evaluated_at, ha
 
 CODE = ("hessiankit/blocks", "hessiankit/training", "hessiankit/cli/text.py", "papers/experiments")
 """What the digits of a run depend on."""
+CPU = torch.device("cpu")
 STEPS, MONITORED, FINISHED = "steps.jsonl", "monitor.jsonl", "run.pt"
 
 
@@ -92,7 +93,7 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     sharded: bool = False
     recompute: bool = False
     micro: int | None = None
@@ -160,9 +161,7 @@ def kept_run(spec: Spec, out: Path, *, tell: Tell | None = None) -> Run:
     return train_run(spec, out / "cache" / f"run-{spec.name}-{short_digest(identity)}", tell=tell)
 
 
-def train_run(
-    spec: Spec, folder: Path, *, ranks: Ranks = Ranks(), every: int = 0, tell: Tell | None = None
-) -> Run:
+def train_run(spec: Spec, folder: Path, *, ranks: Ranks = Ranks(), every: int = 0, tell: Tell | None = None) -> Run:
     """Train in a folder, resume what was interrupted there, or return what is finished.
 
     Args:
@@ -246,8 +245,8 @@ class _Training:
             self._look(0, {})
         self.tell(f"training {spec.name}", self.done, spec.steps)
         found = updates(
-            self.called, self.optimizer, self._batch, self._loss, range(self.done + 1, spec.steps + 1), clip=spec.clip or math.inf,
-            schedule=self.schedule, micro=ranks.micro, mean=ranks.mean,
+            self.called, self.optimizer, self._batch, self._loss, range(self.done + 1, spec.steps + 1),
+            clip=spec.clip or math.inf, schedule=self.schedule, micro=ranks.micro, mean=ranks.mean,
         )  # fmt: skip
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for step, loss in found:
@@ -280,9 +279,8 @@ class _Training:
         """Measure what is due after a step, and write its line."""
         spec, shown = self.spec, self.shown
         last = step == spec.steps
-        if spec.every and self.copied:
-            if last or due(step, spec.every, log_spaced=spec.log_spaced):
-                self.watched.load_state_dict(self.ranks.state(self.model))
+        if spec.every and self.copied and (last or due(step, spec.every, log_spaced=spec.log_spaced)):
+            self.watched.load_state_dict(self.ranks.state(self.model))
         if self.monitor is not None:
             _measure(self.monitor, step, force=last)
         if step in evaluated_at(spec.steps, spec.evaluations):
@@ -322,7 +320,9 @@ class _Training:
             self.done = max(whole)
             state = recall(self._file(self.done), self.identity)
             if state is NOTHING:
-                raise InputError(f"train: {self._file(self.done)} is damaged or of another run; remove its folder, or pass another")
+                raise InputError(
+                    f"train: {self._file(self.done)} is damaged or of another run; remove its folder, or pass another"
+                )
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
@@ -366,4 +366,6 @@ def _measure(monitor: Monitor, step: int, *, force: bool) -> None:
         return
     last = json.loads((read(monitor.path) or b"{}").splitlines()[-1])
     if last.get("step") != step:
-        raise InputError(f"train: cannot write {monitor.path}: it lacks step {step}; make room, or pass another folder with --out")
+        raise InputError(
+            f"train: cannot write {monitor.path}: it lacks step {step}; make room, or pass another folder with --out"
+        )

@@ -1,4 +1,4 @@
-"""The description of a training run, from three thousand parameters to seven billion, and the untrained model that it describes."""
+"""The description of a training run, from three thousand parameters to seven billion, and its untrained model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from hessiankit.blocks import Transformer, VisionTransformer, initialise
@@ -150,7 +151,7 @@ def model_of(spec: Spec) -> Any:
     model = build(spec)
     initialise(model, spec.initialisation, seed=spec.seed, std=spec.std, embedding_std=spec.embedding_std)
     if spec.experts:
-        add_experts(model, *spec.experts, scheme=spec.initialisation, std=spec.std, seed=spec.seed)
+        add_experts(model, spec.experts, scheme=spec.initialisation, std=spec.std, seed=spec.seed)
     return model
 
 
@@ -180,8 +181,6 @@ def scale_of(run: Spec | Setting, seeds: int) -> str:
 
 def counted(spec: Spec) -> nn.Module:
     """Return the model without memory, for its parameters' shapes."""
-    import torch
-
     with torch.device("meta"):
         model = build(spec)
-        return add_experts(model, *spec.experts) if spec.experts else model
+        return add_experts(model, spec.experts) if spec.experts else model

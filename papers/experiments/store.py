@@ -1,4 +1,4 @@
-"""Files that runs and figures reuse: written atomically, checked by digest when read, and set aside with a message where damaged."""
+"""Files that runs and figures reuse: written atomically, checked by digest, and set aside with a message where damaged."""
 
 from __future__ import annotations
 

@@ -29,6 +29,10 @@ LARGE = 16
 class Data(Protocol):
     """Batches of one split: inputs, and their next tokens or classes."""
 
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of the split, or the first of them."""
+
     def batch(self, batch_size: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return what a generator draws."""
 
@@ -51,6 +55,11 @@ class Shards:
 
     def __len__(self) -> int:
         return int(self.ends[-1])
+
+    @property
+    def tokens(self) -> Tensor:
+        """The first :data:`SAMPLE` tokens, for what asks which of them occur."""
+        return torch.from_numpy(self.arrays[0][:SAMPLE].astype(np.int64))
 
     @property
     def digest(self) -> str:

@@ -52,8 +52,8 @@ def run(
 ) -> int:
     """Train the models of a paper's experiment, and resume what was interrupted.
 
-    Under torchrun the processes share every batch. A run writes a line of JSON a step, what its monitor measures, and checkpoints;
-    the same command goes on from the last one with the same digits.
+    Under torchrun the processes share every batch. A run writes a line of JSON a step, what its monitor measures, and
+    checkpoints; the same command goes on from the last one with the same digits.
 
     Args:
         experiment: Paper and experiment, e.g. curse-of-depth/table6.
@@ -93,7 +93,13 @@ def run(
 
 
 def chosen(
-    experiment: str, preset: str, model: str | None, arm: str | None, seed: int | None, data: str | None, changes: tuple[str, ...] = ()
+    experiment: str,
+    preset: str,
+    model: str | None,
+    arm: str | None,
+    seed: int | None,
+    data: str | None,
+    changes: tuple[str, ...] = (),
 ) -> dict[tuple[str, str], list[Spec]]:
     """Return the runs that options choose."""
     from papers.experiments.catalogue import experiment_of, specs

@@ -31,8 +31,8 @@ def updates(
 
     Where a loss is not finite it is yielded without an update, and the run ends.
 
-    ``clip`` bounds the norm of the gradient; the schedule is stepped after each update. ``micro`` is the largest number of samples
-    that memory holds at once: gradients of equal parts of a batch are added up. ``mean`` averages the loss over the ranks.
+    ``clip`` bounds the norm of the gradient; the schedule is stepped after each update. ``micro`` is the largest number of
+    samples that memory holds at once: gradients of parts of a batch are added up. ``mean`` averages the loss over the ranks.
     """
     for step in steps:
         inputs, targets = batch()
