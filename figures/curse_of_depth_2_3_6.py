@@ -8,7 +8,7 @@ reads the last, possibly padded, token of three windows, takes the final norm's 
 1 / sqrt(l) behind a removed block.
 
 Here: twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
-(:func:`figures._depth_models.llama`), 2048 held-out tokens. First row: the angles as they are, one colour scale, a mean over
+(``papers.experiments.catalogue``), 2048 held-out tokens. First row: the angles as they are, one colour scale, a mean over
 tokens and seeds. Second row, the control: the same with each row stretched as the authors do. Third row: the rise of the loss
 without one block, every factor of LNS staying with its block (crosses: renumbered); the angle to the next layer, and, dotted,
 what it was before training.

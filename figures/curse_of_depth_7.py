@@ -6,7 +6,7 @@ Table 7 trains LLaMA-130M once with six normalisations: perplexities of 26.73 (P
 variance of the deepest block at 150 instead of 3000.
 
 Here: Table 7 with twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
-(:func:`figures._depth_models.llama`), each seed's loss less Pre-LN's; Figure 7 with a vision transformer of twelve pre-norm
+(``papers.experiments.catalogue``), each seed's loss less Pre-LN's; Figure 7 with a vision transformer of twelve pre-norm
 blocks of width 32 on scikit-learn's digits in patches of 2 x 2, AdamW at 1e-3, 150 steps of 32 images, two seeds: the variance
 over features of each block's output, a mean over the tokens of 64 test images. The criterion on the variance is Sec. 5.6's:
 more than 3000 without LNS, below 150 with it after attention and MLP, a twentieth.

@@ -6,7 +6,7 @@ Post-Norm vanishes, HybridNorm is balanced. Both are single runs. HybridNorm* an
 at initialisation but for eps (docs/claims.md): what tells their curves apart is how a gain learns, and noise.
 
 Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, four seeds
-(:func:`figures._depth_models.olmo`). Above: held-out loss, and its difference to HybridNorm's of the same seed with
+(``papers.experiments.catalogue``). Above: held-out loss, and its difference to HybridNorm's of the same seed with
 Student's 95 % interval. Below: the norm of the loss's gradient with respect to all parameters of each block, at
 initialisation (the gradient of step 1) and after 100 steps, sixteen blocks as in the paper's model, two seeds; and, against
 the number of blocks, the last block's gradient over the first's at initialisation, three seeds. A gradient that explodes on

@@ -5,7 +5,7 @@ The paper trains a 550M model once for each of six cells: Pre-Norm ends at losse
 0.01 to 0.02 in single runs carry no statement of noise.
 
 Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, four seeds a cell, which share initial random
-numbers and batches (:func:`figures._depth_models.olmo`). Drawn: held-out losses of every seed, their mean with Student's 95 %
+numbers and batches (``papers.experiments.catalogue``). Drawn: held-out losses of every seed, their mean with Student's 95 %
 interval, and differences to the paper's choice of the same placement, seed by seed, with intervals that hold for the four of
 them together (Bonferroni). A run counts as diverged that ends half a nat above its own best evaluation, or with no number; such
 cells are marked and have no interval.

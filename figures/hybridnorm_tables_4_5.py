@@ -4,7 +4,7 @@ Table 4 trains a 550M model once with each of sixteen placements of the norms: l
 and QK-Post diverges. Table 5 has 29 layers beside 16 at about the same size: Post-Norm diverges, both HybridNorms stay lowest.
 
 Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, two seeds
-(:func:`figures._depth_models.olmo`, Megatron initialisation), and for Table 5 sixteen and 29 blocks of the same width after 100
+(``papers.experiments.catalogue``, Megatron initialisation), and for Table 5 sixteen and 29 blocks of the same width after 100
 steps; the paper keeps the size, here the width is kept. A run counts as diverged that ends half a nat above its own best
 evaluation, or with no number. Left: each seed's held-out loss, a bar through the mean, and what the paper prints, nats a token
 of another model and data. Right: the two depths.

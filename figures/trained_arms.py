@@ -122,9 +122,8 @@ def verdicts(name: str, sizes: Sizes) -> list[Verdict]:
         return [Verdict("hybridnorm/fig3", "with experts HybridNorm has a lower loss than Pre-Norm", size, (part,))]
     if name == "sharpness-disparity/fig5":
         gains = [[-x for x in less(one, "Blockwise LR")] for one in sizes.values()]
-        lower = in_every(
-            "Blockwise LR's loss is below AdamW's", (x > 0 for one in gains for x in one), "; ".join(map(each, gains))
-        )
+        seen = "; ".join(map(each, gains))
+        lower = in_every("Blockwise LR's loss is below AdamW's", (x > 0 for one in gains for x in one), seen)
         rising = (all(a[k] < b[k] for a, b in pairwise(gains)) for k in range(len(gains[0])))
         grows = in_every("the gap is larger for each larger model", rising, seen)
         return [Verdict("sharpness-disparity/fig5", "the gain of Blockwise LR grows with the model", size, (lower, grows))]
