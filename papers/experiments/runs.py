@@ -318,10 +318,10 @@ class _Training:
         whole = [step for step in {step for step, _ in parts} if {rank for at, rank in parts if at == step} >= needed]
         if whole:
             self.done = max(whole)
-            state = recall(self._file(self.done), self.identity)
+            state = recall(self._file(self.done), self.identity, exclusive=False)
             if state is NOTHING:
                 raise InputError(
-                    f"train: {self._file(self.done)} is damaged or of another run; remove its folder, or pass another"
+                    f"train: {self._file(self.done)} is of another run; remove its folder, or pass another"
                 )
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])

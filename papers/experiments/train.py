@@ -95,10 +95,10 @@ def run(
 def chosen(
     experiment: str,
     preset: str,
-    model: str | None,
-    arm: str | None,
-    seed: int | None,
-    data: str | None,
+    model: str | None = None,
+    arm: str | None = None,
+    seed: int | None = None,
+    data: str | None = None,
     changes: tuple[str, ...] = (),
 ) -> dict[tuple[str, str], list[Spec]]:
     """Return the runs that options choose."""
