@@ -394,7 +394,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         figure="curse_of_depth_2_3_6"),
     "curse-of-depth/fig4": Experiment("Figures 4 and 8", LLAMA, {"130M": CURSE_MODELS["130M"]},
         _arms("Pre-LN", "Pre-LN, scaled init", "LNS"), TEN_THOUSAND, figure="curse_of_depth_4_8"),
-    "curse-of-depth/fig5": Experiment("Figures 1 (right) and 5", LLAMA, {"7B": LLAMA_7B}, _arms("Pre-LN", "LNS"),
+    "curse-of-depth/fig5": Experiment("Figures 1 (right, 7B) and 5", LLAMA, {"7B": LLAMA_7B}, _arms("Pre-LN", "LNS"),
         small={"steps": 100, "every": 0}, seeds=(0,)),
     "curse-of-depth/table3": Experiment("Table 3", LLAMA, {"OLMo-1B": OLMO_1B},
         {"OLMo's init": {"placement": "pre", "initialisation": "olmo"}, "LNS": CURSE["LNS"]}, small={"steps": 200, "every": 0}),
@@ -409,10 +409,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "curse-of-depth/table8": Experiment("Table 8", LLAMA, {"130M": CURSE_MODELS["130M"]},
         _arms("Pre-LN", "Before LN", "After Attn/FFN", "After Residual", "LNS Only After Attn", "LNS Only After FFN", "LNS"),
         small={"steps": 200, "every": 0}),
-    "hybridnorm/fig1": Experiment("Figures 1 and 7, Table 1's models", HYBRID, {"1.2B": _dense("1.2B", 1000,
+    "hybridnorm/fig1": Experiment("Figures 1 and 7", HYBRID, {"1.2B": _dense("1.2B", 1000,
     "Fig. 1: 1T tokens")},
         HYBRID_ARMS),
-    "hybridnorm/fig3": Experiment("Figures 3 and 8, Table 2's models", HYBRID, {"MoE-1B-7B": MOE},
+    "hybridnorm/fig3": Experiment("Figures 3 and 8", HYBRID, {"MoE-1B-7B": MOE},
         {name: HYBRID_ARMS[name] for name in ("Pre-Norm", "HybridNorm")}),
     "hybridnorm/table3": Experiment("Table 3", HYBRID, DENSE_550,
         {f"{name}, {scheme}": {"placement": placement, "initialisation": scheme}
@@ -446,7 +446,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _at("Fig. 3", every=1000, log_spaced=True, kept=(1000, 10_000, 20_000, 30_000, 40_000)) | _at("App. A.1: B = 1024",
         draws=8),
         figure="sharpness_disparity_3_8", seeds=(0,)),
-    "sharpness-disparity/fig4": Experiment("Figures 1 (right) and 4", SHARPNESS,
+    "sharpness-disparity/fig4": Experiment("Figures 1 (right), 4 and 5 (middle)", SHARPNESS,
         {name: _sharpness(BY_NAME[name], small={**LLAMA_SMALL, "layers": 1 + k, "d_model": 16 * (1 + k)} if k else {})
          for k, name in enumerate(("GPT-2 (small)", "LLaMA (0.25B)", "LLaMA (0.5B)", "LLaMA (0.75B)", "LLaMA (1.1B)",
          "LLaMA (2B)"))},
@@ -488,6 +488,9 @@ NO_RUN = {
     "hybridnorm/fig2": "a drawing of the blocks: hessiankit.blocks.PLACEMENTS",
     "sharpness-disparity/table1": "lm-evaluation-harness on LLaMA (1.1B) of sharpness-disparity/fig4",
     "curvature-gap/fig1": "a drawing", "curvature-gap/fig2": "a drawing",
+    "curvature-gap/table1": "numbers of the presets curvature-gap/mnist and curvature-gap/cifar",
+    "hybridnorm/table6": "numbers of the presets", "hybridnorm/table7": "numbers of the presets",
+    "sharpness-disparity/table3": "numbers of the presets", "sharpness-disparity/table4": "numbers of the presets",
 }  # fmt: skip
 """Figures and tables that no run of this command makes, with the reason."""
 

@@ -320,9 +320,7 @@ class _Training:
             self.done = max(whole)
             state = recall(self._file(self.done), self.identity, exclusive=False)
             if state is NOTHING:
-                raise InputError(
-                    f"train: {self._file(self.done)} is of another run; remove its folder, or pass another"
-                )
+                raise InputError(f"train: {self._file(self.done)} is of another run; remove its folder, or pass another")
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,9 +84,22 @@ def test_every_number_of_a_paper_preset_has_its_place(name: str) -> None:
             numbers = numbers_of(experiment, size, arm)
             assert all(number.place for number in numbers.values())
             assert needed - numbers.keys() <= {"placement", "optimizer", "std", "floor", "betas", "clip", "norm", "warm_up"}, arm
-    assert {row.split("/")[0] for row in (*EXPERIMENTS, *NO_RUN)} == {
-        "curse-of-depth", "curvature-gap", "hybridnorm", "sharpness-disparity",
-    }  # fmt: skip
+
+
+FIGURES = {"curse-of-depth": (9, 8), "curvature-gap": (12, 1), "hybridnorm": (8, 7), "sharpness-disparity": (11, 4)}
+"""Last figure and last table of each paper."""
+
+
+def test_no_figure_or_table_is_without_a_command_or_a_reason() -> None:
+    found: set[str] = set(NO_RUN)
+    for name, one in EXPERIMENTS.items():
+        for kind, listed in re.findall(r"(Figure|Table)s? (\d[^A-Z]*)", re.sub(r"\([^)]*\)", "", one.shows)):
+            for first, last in re.findall(r"(\d+)(?: to (\d+))?", listed):
+                numbers = range(int(first), int(last or first) + 1)
+                found |= {f"{name.split('/')[0]}/{'fig' if kind == 'Figure' else 'table'}{number}" for number in numbers}
+    for paper, (figures, tables) in FIGURES.items():
+        wanted = {f"{paper}/fig{k}" for k in range(1, figures + 1)} | {f"{paper}/table{k}" for k in range(1, tables + 1)}
+        assert wanted - found == set(), paper
 
 
 def test_hours_are_those_of_the_operations() -> None:
@@ -219,7 +233,20 @@ def test_gradients_of_parts_of_a_batch_are_those_of_the_batch(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--shard", "--micro", "1", "--checkpoint", "2")], ids=["DDP", "FSDP2"])
 def test_two_processes_train_like_one(options: tuple[str, ...], tmp_path: Path) -> None:
-    words = ["-m", "papers", "train", "curse-of-depth/table6", "--model", "130M", "--arm", "LNS", "--seed", "0", "--set", "steps=6"]
+    words = [
+        "-m",
+        "papers",
+        "train",
+        "curse-of-depth/table6",
+        "--model",
+        "130M",
+        "--arm",
+        "LNS",
+        "--seed",
+        "0",
+        "--set",
+        "steps=6",
+    ]
     assert main([*words[2:], "--out", str(tmp_path / "one")]) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words, *options]
     subprocess.run([*command, "--out", str(tmp_path / "two")], check=True, capture_output=True, cwd=ROOT)
