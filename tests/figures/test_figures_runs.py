@@ -16,11 +16,12 @@ from scipy import stats
 from torch import Tensor, nn
 
 from figures import sharpness_disparity_1_2_9
+from figures.__main__ import main
 from hessiankit.blocks import Transformer
 from hessiankit.cli.text import load_text
 from papers.experiments.catalogue import specs
 from papers.experiments.optimizers import AdamMini, Lion
-from papers.experiments.runs import kept_run, measured_on
+from papers.experiments.runs import kept_run, measured_on, train_run
 from papers.experiments.spec import Spec, model_of
 
 TINY = Spec(
@@ -96,6 +97,25 @@ def test_variance_and_laws(drawn):
     slope, intercept = np.polyfit(np.arange(1, len(y) + 1), y, 1)
     assert (float(linear["b"]), float(linear["a"])) == pytest.approx((slope, intercept), rel=1e-3)
     assert float(linear["r_squared"]) == pytest.approx(np.corrcoef(np.arange(len(y)), y)[0, 1] ** 2, abs=1e-4)
+
+
+def test_a_figure_draws_the_runs_of_a_folder(tmp_path, capsys):
+    """The runs that ``python -m papers train`` wrote, with verdicts of their size; the tiny models are not trained again."""
+    sizes = {**SIZE, "layers": 4, "evaluations": 2}
+    for own in specs("curse-of-depth/fig4", "tiny", seeds=(3,), **sizes).values():
+        run = train_run(own[0], tmp_path / "runs" / own[0].name)
+    words = ["curse_of_depth_4_8", "trained_arms", "--run", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    assert main(words) == 0
+    rows = read(tmp_path / "curse_of_depth_4_8.csv")
+    assert {(row["method"], row["seed"]) for row in rows} == {(name, "3") for name in ("Pre-LN", "Pre-LN, scaled init", "LNS")}
+    last = [float(row["variance"]) for row in rows if (row["method"], row["step"]) == (run.spec.arm, str(SIZE["steps"]))]
+    assert last == pytest.approx(run.log.series("depth", "stream", "variance")[-1], rel=1e-5)
+    (losses,) = (row for row in read(tmp_path / "trained_arms.csv") if row["method"] == run.spec.arm)
+    assert float(losses["held-out loss"]) == pytest.approx(run.losses[-1], rel=1e-5)
+    assert "1 seed; 4 blocks of width 8" in (tmp_path / "curse_of_depth_4_8_verdicts.json").read_text()
+    assert not (tmp_path / "cache").exists()
+    assert main(["hybridnorm_table_3", *words[2:]]) == 1
+    assert "has no finished run of Pre-Norm, normal, " in capsys.readouterr().err
 
 
 # HybridNorm
