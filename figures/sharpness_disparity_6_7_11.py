@@ -82,9 +82,6 @@ CASES = {"Adam-mini": ("adam_mini", "cosine"), "Lion": ("lion", "cosine"), "Adam
 """Title -> optimizer, schedule."""
 CLAIMS = {"Adam-mini": "fig6", "Lion": "fig7-lion", "AdamW, wsd": "fig7-wsd"}
 ARMS = ("one rate", "by block type")
-RATIOS = {"adam_mini": MINI}
-"""Ratios of the optimizers that do not take eq. (5)."""
-LION_BETAS = (0.9, 0.99)
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,8 @@ def run(spec: Spec) -> dict[str, Any]:
     with one_thread():
         model = model_of(setting, spec.seed)
         windows = held_out.windows(setting.length, setting.windows)
-        ratios = () if spec.arm == ARMS[0] else RATIOS.get(spec.kind, PAPER)
-        betas = LION_BETAS if spec.kind == "lion" else BETAS
+        ratios = () if spec.arm == ARMS[0] else {"adam_mini": MINI}.get(spec.kind, PAPER)
+        betas = (0.9, 0.99) if spec.kind == "lion" else BETAS
         optimizer = optimizer_of(model, spec.kind, spec.lr, ratios, spec.decay, betas, setting.heads)
         schedule = schedule_of(optimizer, warmup=warm_up_steps(setting), steps=setting.steps, kind=spec.schedule)
         losses, sharp = {0: held_out_loss(model, windows)}, {}

@@ -140,10 +140,10 @@ def verdicts(name: str, sizes: Sizes) -> list[Verdict]:
 
 def picture(found: Mapping[str, Sizes]) -> Picture:
     """Draw a row a model of each experiment, or the scaling law of one with many."""
-    panels = [(name, sizes) for name, sizes in found.items()]
-    figure = page(8.2, 2.9 * math.ceil(len(panels) / 2))
-    for k, (name, sizes) in enumerate(panels):
-        axes = figure.add_subplot(math.ceil(len(panels) / 2), 2, k + 1)
+    rows = math.ceil(len(found) / 2)
+    figure = page(8.2, 2.9 * rows)
+    for k, (name, sizes) in enumerate(found.items()):
+        axes = figure.add_subplot(rows, 2, k + 1)
         if len(sizes) > 2:
             law(axes, sizes)
             heading(axes, name, "parameters", "held-out loss (nats/token)")

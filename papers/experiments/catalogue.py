@@ -108,12 +108,11 @@ EMBEDDING_STD = sqrt(2 / 5)
 """Standard deviation of the embedding in The Curse of Depth's code when its models were trained; since 2026 it has 0.02."""
 
 # The Curse of Depth ---------------------------------------------------------------------------------------------------
-CODE = "code"
 LLAMA = Recipe(
     {
         **_at("Sec. 5.1", norm="rmsnorm", activation="swiglu", optimizer="adamw"),
         **_at(
-            CODE, rotary=True, tied=False, vocabulary=32_000, length=256, batch_size=512, weight_decay=0.0, clip=0.0, floor=0.1,
+            "code", rotary=True, tied=False, vocabulary=32_000, length=256, batch_size=512, weight_decay=0.0, clip=0.0, floor=0.1,
             betas=(0.9, 0.999), std=0.02, embedding_std=EMBEDDING_STD, warm_up=0.1, precision="bfloat16", block=(("eps", 1e-6),),
         ),
         **_at("ours", initialisation="normal", windows=512, evaluations=20, log_spaced=False, every=0),
@@ -124,7 +123,7 @@ LLAMA = Recipe(
         "initialisation": "normal", "lr": 2e-3, "floor": 0.1, "steps": 400, "batch_size": 8, "evaluations": 10, "windows": 64,
         "every": 20, "log_spaced": False, "measured": ("variance",), "batches": 2,
     },
-    {**TINY, "layers": 4, "d_ff": 44, "std": 0.02 * sqrt(768 / 16), "every": 1},
+    {**TINY, "layers": 4, "d_ff": 44, "std": 0.02 * sqrt(768 / 16)},
     "C4, T5-base tokens",
 )  # fmt: skip
 """LLaMA as The Curse of Depth trains it. Small: a matrix multiplies norms as at the paper's width of 768."""
@@ -146,7 +145,7 @@ CURSE = {
 def _curse(
     d: int, d_ff: int, heads: int, layers: int, steps: int, warm_up: float, lr: Printed, name: str, **options: Any
 ) -> Model:
-    sizes = _at(CODE, d_model=d, d_ff=d_ff, heads=heads, layers=layers, steps=steps, warm_up=warm_up)
+    sizes = _at("code", d_model=d, d_ff=d_ff, heads=heads, layers=layers, steps=steps, warm_up=warm_up)
     return Model({**sizes, "lr": lr}, Printed(name, "Table 1"), within=0.04, **options)
 
 
@@ -167,29 +166,32 @@ CURSE_MODELS = {
     ),
 }  # fmt: skip
 """Models by the names of Table 1; sizes and budgets are the released configurations."""
-OLMO_1B = Model(
-    {
-        **_at("OLMo-1B", d_model=2048, d_ff=8192, heads=16, layers=16, vocabulary=50_304, length=2048, tied=True,
-        batch_size=2048),
-        **_at("Table 3: 20B tokens", steps=4768), **_at("OLMo-1B", lr=4e-4, warm_up=0.1),
-    },
-    Printed("1B", "Table 3"), "OLMo-1B is a name: the published configuration has 1.18 billion", small={"layers": 8},
-)  # fmt: skip
-QWEN = Model(
-    {
-        **_at("Qwen2.5-0.5B", d_model=896, d_ff=4864, heads=14, layers=24, vocabulary=151_936, tied=True, length=1024),
-        **_at("Qwen2.5-0.5B", block=(("attention_bias", True), ("eps", 1e-6), ("n_kv_heads", 2), ("rotary_theta", 1e6))),
-        **_at("Table 4: 6B tokens", steps=11_444), **_at("ours", lr=5e-4),
-    },
-    Printed("0.5B", "Table 4"), within=0.02, small={"layers": 8, "tied": True}, tiny={"tied": True},
-)  # fmt: skip
-LLAMA_7B = Model(
-    {
-        **_at("OLMo-7B", d_model=4096, d_ff=11_008, heads=32, layers=32, vocabulary=50_304, length=2048, batch_size=2160),
-        **_at("Sec. 5.3.1: 20B tokens", steps=4521), **_at("OLMo-7B", lr=3e-4, warm_up=0.05),
-    },
-    Printed("7B", "Fig. 5"), within=0.02, small={"layers": 24},
-)  # fmt: skip
+OTHERS = {
+    "OLMo-1B": Model(
+        {
+            **_at("OLMo-1B", d_model=2048, d_ff=8192, heads=16, layers=16, vocabulary=50_304, length=2048, tied=True,
+            batch_size=2048),
+            **_at("Table 3: 20B tokens", steps=4768), **_at("OLMo-1B", lr=4e-4, warm_up=0.1),
+        },
+        Printed("1B", "Table 3"), "OLMo-1B is a name: the published configuration has 1.18 billion", small={"layers": 8},
+    ),
+    "Qwen2.5-0.5B": Model(
+        {
+            **_at("Qwen2.5-0.5B", d_model=896, d_ff=4864, heads=14, layers=24, vocabulary=151_936, tied=True, length=1024),
+            **_at("Qwen2.5-0.5B", block=(("attention_bias", True), ("eps", 1e-6), ("n_kv_heads", 2), ("rotary_theta", 1e6))),
+            **_at("Table 4: 6B tokens", steps=11_444), **_at("ours", lr=5e-4),
+        },
+        Printed("0.5B", "Table 4"), within=0.02, small={"layers": 8, "tied": True}, tiny={"tied": True},
+    ),
+    "7B": Model(
+        {
+            **_at("OLMo-7B", d_model=4096, d_ff=11_008, heads=32, layers=32, vocabulary=50_304, length=2048, batch_size=2160),
+            **_at("Sec. 5.3.1: 20B tokens", steps=4521), **_at("OLMo-7B", lr=3e-4, warm_up=0.05),
+        },
+        Printed("7B", "Fig. 5"), within=0.02, small={"layers": 24},
+    ),
+}  # fmt: skip
+"""Models of Tables 3 and 4 and of Figure 5: published configurations."""
 VIT = Recipe(
     {
         **_at("ViT-S", image=(224, 224, 3, 16), norm="layernorm", activation="gelu", length=196),
@@ -205,13 +207,6 @@ VIT = Recipe(
     {"image": (8, 8, 1, 4), "length": 4, "layers": 3, "d_model": 8, "heads": 2, "d_ff": 16, "steps": 20, "every": 5},
     "ImageNet-1K as an .npz file",
 )  # fmt: skip
-VIT_S = {"ViT-S": Model(_at("ViT-S", d_model=384, d_ff=1536, heads=6, layers=12, steps=100_000))}
-VIT_ARMS = {
-    "Pre-LN": {"placement": "pre"}, "LNS after the norm": {"placement": "lns"},
-    "LNS after attention and MLP": {"placement": "lns-after-branch"},
-}  # fmt: skip
-"""Table 5's variants, without LayerScale."""
-TEN_THOUSAND = _at("Sec. 5.4, Fig. 4", steps=10_000, every=100, measured=("variance",))
 
 # HybridNorm -----------------------------------------------------------------------------------------------------------
 HYBRID = Recipe(
@@ -230,7 +225,6 @@ HYBRID = Recipe(
     {**TINY, "layers": 4, "d_ff": 44},
     "OLMoE-mix-0924, OLMo tokens",
 )  # fmt: skip
-WARM_UP_TOKENS = 8_388_608_000
 
 
 def _dense(name: str, billions: float, place: str, **options: Any) -> Model:
@@ -238,7 +232,7 @@ def _dense(name: str, billions: float, place: str, **options: Any) -> Model:
     steps = round(billions * 1e9 / (1024 * 4096))
     numbers = _at("Table 6", d_model=d, d_ff=d_ff, heads=heads, layers=layers)
     numbers |= _at("Table 6; Table 7, RoPE theta", block=(("n_kv_heads", kv), ("rotary_theta", 5e5)))
-    numbers |= _at(place, steps=steps) | _at("Table 7, warm-up tokens", warm_up=WARM_UP_TOKENS / (billions * 1e9))
+    numbers |= _at(place, steps=steps) | _at("Table 7, warm-up tokens", warm_up=8.388608 / billions)
     return Model(numbers, Printed({"1.2B": "1.27B"}.get(name, name), "Table 6; Sec. 4.1"), **options)
 
 
@@ -256,10 +250,6 @@ HYBRID_ARMS = {
     "HybridNorm": {"placement": "hybridnorm"},
     "HybridNorm*": {"placement": "hybridnorm*"},
 }
-TABLE_4_ARMS = (
-    "QKVC-Post", "QKC-Post", "QK-Post", "KV-Post", "KC-Post", "Pre-QKV-Post", "Pre-QKV-Pre", "Pre-QK-Pre", "QKV-Pre", "Post-Norm",
-    "Pre-Norm", "Mix-LN", "Post-Pre", "Pre-Post", "HybridNorm", "HybridNorm*",
-)  # fmt: skip
 FIRST_BLOCKS = {
     "HybridNorm": "hybridnorm", "HybridNorm*": "hybridnorm*", "First-QKV-Pre": "first-qkv-pre",
     "EmbedNorm": "embednorm-hybridnorm",
@@ -328,14 +318,9 @@ BLOCKWISE: dict[str, Mapping[str, Any]] = {"AdamW": {"ratios": ()}, "Blockwise L
 MINI = ratios_of({"Emb": 4.0, "FFN": 4.0, "VO": 4.0})
 """Blockwise ratios of Adam-mini (App. A.3)."""
 QUARTER = {"LLaMA (0.25B)": _sharpness(BY_NAME["LLaMA (0.25B)"])}
-FOLLOWED = {
-    "GPT-2-like": {}, "LLaMA-like": {"norm": "rmsnorm", "activation": "swiglu", "rotary": True, "tied": False, "d_ff": 176},
-}  # fmt: skip
-KEPT = (0, 10, 20, 50, 100, 200, 300, 400, 500, 600, 700, 800, 900)
 FOLLOWED_SMALL = {
     "layers": 4, "d_model": 64, "heads": 4, "length": 64, "batch_size": 16, "windows": 256, "steps": 1000, "every": 100,
-    "draws": 8,
-    "batches": 4, "kept": KEPT,
+    "draws": 8, "batches": 4, "kept": (0, 10, 20, 50, 100, 200, 300, 400, 500, 600, 700, 800, 900),
 }  # fmt: skip
 FOLLOWED_TINY = {"every": 10, "windows": 16, "batches": 2, "draws": 4, "kept": (0, 10, 20)}
 
@@ -356,7 +341,8 @@ VISION = Recipe(
     {"d_model": 8, "d_ff": 16, "steps": 30, "every": 10, "batch_size": 32, "windows": 32},
     "images and labels as an .npz file",
 )  # fmt: skip
-MNIST = {
+IMAGES = {
+    "ViT-S": Model(_at("ViT-S", d_model=384, d_ff=1536, heads=6, layers=12, steps=100_000)),
     "MNIST": Model(
         {
             **_at("Table 1", d_model=16, d_ff=64, layers=1), **_at("MNIST; Table 1, patches of 4", image=(28, 28, 1, 4),
@@ -365,9 +351,7 @@ MNIST = {
         },
         small={"image": (8, 8, 1, 2), "length": 16, "layers": 1, "d_model": 16, "d_ff": 64, "steps": 1000},
         tiny={"image": (8, 8, 1, 4), "length": 4},
-    )
-}  # fmt: skip
-CIFAR = {
+    ),
     "CIFAR-100": Model(
         {
             **_at("Table 1", d_model=128, d_ff=512, layers=8), **_at("CIFAR-100; patches of 4", image=(32, 32, 3, 4), length=64),
@@ -375,16 +359,13 @@ CIFAR = {
         },
         small={"image": (8, 8, 1, 2), "length": 16, "layers": 8, "d_model": 16, "d_ff": 64, "steps": 500},
         tiny={"image": (8, 8, 1, 4), "length": 4, "layers": 2},
-    )
+    ),
 }  # fmt: skip
+"""Classifiers of images."""
 
 
 def _arms(*names: str) -> dict[str, Mapping[str, Any]]:
     return {name: CURSE[name] for name in names}
-
-
-def _of(names: Any) -> dict[str, Model]:
-    return {name: _sharpness(BY_NAME[name]) for name in names}
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -393,14 +374,17 @@ EXPERIMENTS: dict[str, Experiment] = {
     "curse-of-depth/fig3": Experiment("Figures 3 and 6", LLAMA, {"130M": CURSE_MODELS["130M"]}, _arms("Post-LN", "Pre-LN", "LNS"),
         figure="curse_of_depth_2_3_6"),
     "curse-of-depth/fig4": Experiment("Figures 4 and 8", LLAMA, {"130M": CURSE_MODELS["130M"]},
-        _arms("Pre-LN", "Pre-LN, scaled init", "LNS"), TEN_THOUSAND, figure="curse_of_depth_4_8"),
-    "curse-of-depth/fig5": Experiment("Figures 1 (right, 7B) and 5", LLAMA, {"7B": LLAMA_7B}, _arms("Pre-LN", "LNS"),
+        _arms("Pre-LN", "Pre-LN, scaled init", "LNS"), _at("Sec. 5.4, Fig. 4", steps=10_000, every=100,
+        measured=("variance",)), figure="curse_of_depth_4_8"),
+    "curse-of-depth/fig5": Experiment("Figures 1 (right, 7B) and 5", LLAMA, {"7B": OTHERS["7B"]}, _arms("Pre-LN", "LNS"),
         small={"steps": 100, "every": 0}, seeds=(0,)),
-    "curse-of-depth/table3": Experiment("Table 3", LLAMA, {"OLMo-1B": OLMO_1B},
+    "curse-of-depth/table3": Experiment("Table 3", LLAMA, {"OLMo-1B": OTHERS["OLMo-1B"]},
         {"OLMo's init": {"placement": "pre", "initialisation": "olmo"}, "LNS": CURSE["LNS"]}, small={"steps": 200, "every": 0}),
-    "curse-of-depth/table4": Experiment("Table 4", LLAMA, {"Qwen2.5-0.5B": QWEN}, _arms("Pre-LN", "LNS"),
+    "curse-of-depth/table4": Experiment("Table 4", LLAMA, {"Qwen2.5-0.5B": OTHERS["Qwen2.5-0.5B"]}, _arms("Pre-LN", "LNS"),
         small={"steps": 200, "every": 0}),
-    "curse-of-depth/table5": Experiment("Table 5 and Figure 7", VIT, VIT_S, VIT_ARMS, figure="curse_of_depth_7"),
+    "curse-of-depth/table5": Experiment("Table 5 and Figure 7", VIT, {"ViT-S": IMAGES["ViT-S"]},
+        {"Pre-LN": {"placement": "pre"}, "LNS after the norm": {"placement": "lns"},
+         "LNS after attention and MLP": {"placement": "lns-after-branch"}}, figure="curse_of_depth_7"),
     "curse-of-depth/table6": Experiment("Table 6", LLAMA, {name: CURSE_MODELS[name] for name in ("130M", "250M")},
         _arms("Pre-LN", "LayerScale", "SkipInit", "Pre-LN, depth-scaled init", "Pre-LN, scaled init", "LNS", "LNS, scaled init"),
         small={"steps": 200, "every": 0}),
@@ -419,7 +403,9 @@ EXPERIMENTS: dict[str, Experiment] = {
          for name, placement in (("Pre-Norm", "pre"), ("HybridNorm", "hybridnorm"))
          for scheme in ("normal", "depth-scaled", "megatron")}, figure="hybridnorm_table_3", seeds=(0, 1, 2, 3)),
     "hybridnorm/table4": Experiment("Table 4", HYBRID, DENSE_550,
-        {name: {"placement": name.lower().removesuffix("-norm")} for name in TABLE_4_ARMS}, figure="hybridnorm_tables_4_5"),
+        {name: {"placement": name.lower().removesuffix("-norm")} for name in ("QKVC-Post", "QKC-Post", "QK-Post", "KV-Post",
+        "KC-Post", "Pre-QKV-Post", "Pre-QKV-Pre", "Pre-QK-Pre", "QKV-Pre", "Post-Norm", "Pre-Norm", "Mix-LN", "Post-Pre",
+        "Pre-Post", "HybridNorm", "HybridNorm*",)}, figure="hybridnorm_tables_4_5"),
     "hybridnorm/table5": Experiment("Table 5", HYBRID,
         {**{name: replace(one, small={"layers": 16}) for name, one in DENSE_550.items()},
          "543M": _dense("543M", 400, "Table 5: 400B tokens", small={"layers": 29}, tiny={"layers": 6})},
@@ -440,7 +426,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         {name: HYBRID_ARMS[name] for name in ("Pre-Norm", "HybridNorm")}),
     "sharpness-disparity/fig3": Experiment("Figures 1 (left), 2, 3, 8 and 9", SHARPNESS,
         {"GPT-2-like": _sharpness(BY_NAME["GPT-2 (small)"], small=FOLLOWED_SMALL, tiny=FOLLOWED_TINY),
-         "LLaMA-like": _sharpness(BY_NAME["LLaMA (0.25B)"], small={**FOLLOWED_SMALL, **FOLLOWED["LLaMA-like"]},
+         "LLaMA-like": _sharpness(BY_NAME["LLaMA (0.25B)"], small={**FOLLOWED_SMALL, **LLAMA_SMALL, "d_ff": 176},
                                   tiny={**FOLLOWED_TINY, "d_ff": 44})},
         {"AdamW": {}},
         _at("Fig. 3", every=1000, log_spaced=True, kept=(1000, 10_000, 20_000, 30_000, 40_000)) | _at("App. A.1: B = 1024",
@@ -455,7 +441,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         {name: _sharpness(BY_NAME[name], mini_pile=True, small={**LLAMA_SMALL, **small}, tiny=tiny)
          for name, (small, tiny) in SIZES.items()}, BLOCKWISE),
     "sharpness-disparity/fig5-c4": Experiment("Figure 5 (right, C4)", SHARPNESS,
-        _of(("LLaMA (66M)", "LLaMA (0.2B)", "LLaMA (0.4B)", "LLaMA (1B)")), BLOCKWISE, seeds=(0,)),
+        {name: _sharpness(BY_NAME[name]) for name in ("LLaMA (66M)", "LLaMA (0.2B)", "LLaMA (0.4B)", "LLaMA (1B)")},
+        BLOCKWISE, seeds=(0,)),
     "sharpness-disparity/fig6": Experiment("Figure 6", SHARPNESS, QUARTER,
         {"Adam-mini": {"optimizer": "adam_mini"}, "Blockwise LR": {"optimizer": "adam_mini", "ratios": MINI}}),
     "sharpness-disparity/fig7-lion": Experiment("Figures 7 (left) and 11", SHARPNESS, QUARTER,
@@ -474,9 +461,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sharpness-disparity/table2": Experiment("Table 2", SHARPNESS, QUARTER,
         {"w/o": {"ratios": ()}, "Emb": {"ratios": (("Emb", 10.0),)}, "Emb, FFN": {"ratios": (("Emb", 10.0), ("FFN", 6.0))},
          "Emb, FFN, QK, VO": {"ratios": PAPER}, "Norm x 2": {"ratios": (("Norm", 2.0),)}}),
-    "curvature-gap/mnist": Experiment("Figures 3 to 5 and 7 to 11", VISION, MNIST, {"AdamW": {}},
+    "curvature-gap/mnist": Experiment("Figures 3 to 5 and 7 to 11", VISION, {"MNIST": IMAGES["MNIST"]}, {"AdamW": {}},
         figure="curvature_gap_5", seeds=(0,)),
-    "curvature-gap/cifar": Experiment("Figures 6 and 12", VISION, CIFAR, {"AdamW": {}}, figure="curvature_gap_6_12", seeds=(0,)),
+    "curvature-gap/cifar": Experiment("Figures 6 and 12", VISION, {"CIFAR-100": IMAGES["CIFAR-100"]}, {"AdamW": {}},
+    figure="curvature_gap_6_12", seeds=(0,)),
 }  # fmt: skip
 """Experiments by the name that ``python -m papers train`` takes: a paper, and a row of the ledger or its figure or table."""
 NO_RUN = {

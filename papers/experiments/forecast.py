@@ -86,9 +86,7 @@ def dry_run(name: str, experiment: Experiment, preset: str, runs: dict[tuple[str
         rows.append([*cells, _bytes(found.memory), _bytes(found.activations), f"{found.hours(rate):.3g}"])
     headers = ["model", "method", "runs", "parameters", "active", "parameters in print", "tokens", "operations", "memory",
                "a sequence's activations", "hours"]  # fmt: skip
-    drop = [] if preset == "paper" else ["parameters in print"]
-    drop += [] if any(row[4] for row in rows) else ["active"]
-    shown = [k for k, header in enumerate(headers) if header not in drop]
+    shown = [k for k in range(len(headers)) if any(row[k] for row in rows)]
     title = f"{name}, {preset}: {experiment.shows}; data: {experiment.recipe.data}"
     text = [as_text(table([headers[k] for k in shown], [[row[k] for k in shown] for row in rows], title=title))]
     if preset == "paper":

@@ -144,9 +144,14 @@ def trained(
         row = {"model": spec.size, "method": spec.arm, "seed": spec.seed, "held-out loss": last, "diverged": found.diverged}
         rows.append({**row, "perplexity": math.exp(last) if last < math.log(1e9) else math.inf, "seconds": found.seconds})
     if ranks.rank == 0:
-        print(as_text(table(list(rows[0]), [[_short(value) for value in row.values()] for row in rows], title=str(out))))
+        cells = [[f"{x:.5g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+        print(
+            as_text(
+                table(
+                    list(rows[0]),
+                    cells,
+                    title=str(out),
+                )
+            )
+        )
     return rows
-
-
-def _short(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
