@@ -47,7 +47,7 @@ def forecast(spec: Spec) -> Forecast:
 
     >>> found = forecast(Spec("x", layers=1, d_model=8, heads=2, length=16, steps=30))
     >>> found.parameters, found.tokens
-    (2960, 7680)
+    (2992, 7680)
     """
     model = counted(spec)
     count = sum(p.numel() for p in model.parameters())
