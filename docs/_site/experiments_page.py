@@ -49,8 +49,9 @@ python -m figures curse_of_depth_4_8 --run runs
   their own size; without `--run` the small runs that the [gallery](gallery.md) shows. `trained_arms` draws any experiment.
 
 Hours are those of one device at {RATE:.3g} operations a second, 40 % of an A100's peak in bfloat16, all methods with one
-seed: what only a cluster can do. `--rate 3e10` gives those of one core of a CPU, as measured on `small` Table 6. Every experiment is trained at `tiny` size by the tests, and those that a gallery picture
-names at `small`; no `paper` preset has been run. Downstream accuracies need
+seed: what only a cluster can do. `--rate 3e10` gives those of one core of a CPU, as measured on `small` Table 6. Every
+experiment is trained at `tiny` size by the tests, and those that a gallery picture names at `small`; no `paper` preset has
+been run. Downstream accuracies need
 [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness), to which no adapter exists here.
 """
 
