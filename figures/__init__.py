@@ -4,9 +4,9 @@ A script is a module of this package with a docstring, whose first line says wha
 ``draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]`` that returns the files it wrote, its pictures and
 their numbers. Putting such a file here is all it takes. One that reads images or a text has ``images="digits"`` or
 ``text="stdlib"`` too, a source of :mod:`papers.experiments.images` or
-:mod:`hessiankit.cli.text`. ``_kit.py`` has the look and
-the files, ``_runs.py`` and ``_digits.py`` the training runs, which are kept below ``out/cache``, and ``_verdicts.py`` the
-verdicts on a paper's claims that a figure computes from what it draws.
+:mod:`hessiankit.cli.text`. One that draws an experiment of ``python -m papers train`` has ``run=None``, the
+folder of its runs. ``_kit.py`` has the look and the files, ``_trained.py`` and ``_digits.py`` the training runs, which are kept
+below ``out/cache``, and ``_verdicts.py`` the verdicts on a paper's claims that a figure computes from what it draws.
 """
 
 from __future__ import annotations

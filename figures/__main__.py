@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from figures import accepted, names, script, summary
 from hessiankit.cli.options import Flag, Json
@@ -17,7 +17,7 @@ from hessiankit.cli.program import OK as DRAWN
 from hessiankit.support.errors import HessiankitError, InputError, not_known
 from hessiankit.support.files import write_json
 
-SOURCES = {"images": ("digits",), "text": ("stdlib",)}
+SOURCES: dict[str, tuple[str, ...]] = {"images": ("digits",), "text": ("stdlib",), "run": ()}
 """Names of sources that are no path, by option."""
 EMPTY: Mapping[str, str] = {}
 EXAMPLES = (
@@ -37,6 +37,7 @@ def run(
     format: Literal["png", "svg", "pdf"] = "png",
     images: str | None = None,
     text: str | None = None,
+    run: str | None = None,
     output: Json = Json(),
 ) -> int:
     """Draw the papers' figures anew, each with its numbers as CSV or JSON beside it.
@@ -52,6 +53,7 @@ def run(
         format: Format of the pictures.
         images: A .npz file with images and labels, for the figures of images (default: scikit-learn's digits).
         text: A file or a folder, for the figures of text (default: Python's standard library).
+        run: A folder that python -m papers train wrote, drawn in place of small runs.
     """
     known = names()
     if list:
@@ -74,7 +76,7 @@ def run(
         raise InputError(
             f"figures: cannot write to {out}: {error.strerror}; pass a folder that can be written to with --out"
         ) from error
-    sources = {option: path for option, path in (("images", images), ("text", text)) if path is not None}
+    sources = {option: path for option, path in (("images", images), ("text", text), ("run", run)) if path is not None}
     check_sources(chosen, sources)
     return draw_all(chosen, out, quick=quick, suffix=f".{format}", sources=sources, json=output.json)
 
@@ -123,7 +125,8 @@ def draw_all(
         start = time.perf_counter()
         print(f"{name}: {summary(name)}", flush=True)
         try:
-            own = {option: path for option, path in sources.items() if option in accepted(name)}
+            own: dict[str, Any] = {option: path for option, path in sources.items() if option in accepted(name)}
+            own |= {"run": Path(own["run"])} if "run" in own else {}
             files = script(name)(out, quick=quick, suffix=suffix, **own)
             session.add(name, files)
         except KeyboardInterrupt:

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from figures._kit import CODE as TOOLKIT
 from figures._kit import differentiable, plain, short_digest
-from figures._store import NOTHING, keep, recall
 from hessiankit.blocks import VisionTransformer
 from hessiankit.cli.study import patchify
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.support.environment import code_version
 from papers.experiments.images import ImageDataset, load_images
+from papers.experiments.spec import scale
+from papers.experiments.store import NOTHING, keep, recall
 from papers.experiments.training import train
 
 CODE = (
@@ -161,6 +162,13 @@ def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tupl
         model = spec.model()
         model.load_state_dict(recall(folder / f"{step}.pt", [plain(identity), step]))
         yield step, model
+
+
+def scale_of_images(spec: ImageSpec, seeds: int, steps: int, size: int) -> str:
+    """Return the size of image classifiers in words, measured on a batch of ``size`` images after ``steps`` updates."""
+    count = sum(p.numel() for p in spec.model().parameters())
+    trained = f"{steps} steps of AdamW" if steps else "initial weights"
+    return scale(seeds, spec.n_blocks, spec.d_model, count, f"{trained}; measured on {spec.shown(size)}")
 
 
 def block_norms(

@@ -7,7 +7,6 @@ A picture is drawn inside :func:`style`, on a :func:`page`, and written by :func
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,25 +15,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import matplotlib as mpl
-import torch
 from cycler import cycler
 from matplotlib.axes import Axes
 from PIL import Image
 
-from figures._store import NOTHING, keep, put, recall
 from figures._verdicts import Verdict, print_below
 from hessiankit.curvature.plot_frame import DPI, FAINT, INK, OKABE_ITO, STYLE, SUFFIXES, Picture, dress
 from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import plain as toolkit_plain
 from hessiankit.training.monitoring.log import COLOURS as TYPE_COLOURS
 from hessiankit.training.monitoring.log import MARKS as TYPE_MARKS
 from hessiankit.training.monitoring.log import name_ends
+from papers.experiments.store import NOTHING, differentiable, keep, plain, put, recall, short_digest
 
 __all__ = [
     "DASHES", "FAINT", "INK", "MACHINE", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached",
-    "differentiable", "dress", "each", "heading", "name_ends", "page", "plain", "save", "style", "write_json",
-    "write_rows", "write_verdicts",
+    "differentiable", "dress", "each", "heading", "name_ends", "page", "plain", "save", "short_digest", "style",
+    "write_json", "write_rows", "write_verdicts",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -175,31 +172,6 @@ def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Itera
         answer = plain(make())
         keep(path, identity, answer)
     return answer
-
-
-def plain(x: Any) -> Any:
-    """Return data as JSON holds it: dataclasses and mappings as dicts, tensors and tuples as lists, inf and NaN as None.
-
-    >>> plain({"a": (1, float("inf")), 2: torch.tensor([0.5])})
-    {'a': [1, None], '2': [0.5]}
-    """
-    return toolkit_plain(x, lambda number: None)
-
-
-def short_digest(data: Any) -> str:
-    """Return ten hexadecimal digits that tell data from others.
-
-    >>> short_digest({"a": 1}) == short_digest({"a": 1}) != short_digest({"a": 2})
-    True
-    """
-    return hashlib.sha256(json.dumps(plain(data), sort_keys=True).encode()).hexdigest()[:10]
-
-
-@contextmanager
-def differentiable() -> Iterator[None]:
-    """Record gradients, whatever context the caller is in: torch.no_grad or torch.inference_mode."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def each(values: Iterable[float], digits: int = 3) -> str:

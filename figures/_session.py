@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from figures._store import NOTHING, keep, recall
 from hessiankit.support.environment import code_version
+from papers.experiments.store import NOTHING, keep, recall
 
 CODE = ("figures", "papers/experiments", "hessiankit", "derivations")
 

@@ -26,11 +26,11 @@ from torch import Tensor
 import hessiankit as hk
 from figures._digits import LOSS, ImageSpec
 from figures._kit import MACHINE, METHOD_COLOURS, cached, heading, page, save, style, write_json, write_rows
-from figures._store import put
 from hessiankit.blocks import VisionTransformer
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown
+from papers.experiments.store import put
 from papers.experiments.training import train
 
 NAME = Path(__file__).stem

@@ -26,7 +26,6 @@ from torch import Tensor
 
 import hessiankit as hk
 from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, heading, page, save, style, write_json
-from figures._store import put
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.request.read import read_request
@@ -38,6 +37,7 @@ from hessiankit.theory.bounding.bounds import LossAt, UndefinedBound
 from hessiankit.theory.bounding.certified import certify, schatten_upper
 from hessiankit.theory.bounding.structured import structured
 from papers.curvature_gap.printed_bounds import PRINTED
+from papers.experiments.store import put
 
 NAME = Path(__file__).stem
 MODULES = ("attention", "block")

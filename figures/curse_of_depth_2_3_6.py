@@ -8,7 +8,7 @@ reads the last, possibly padded, token of three windows, takes the final norm's 
 1 / sqrt(l) behind a removed block.
 
 Here: twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
-(:func:`figures._depth_models.llama`), 2048 held-out tokens. First row: the angles as they are, one colour scale, a mean over
+(``papers.experiments.catalogue``), 2048 held-out tokens. First row: the angles as they are, one colour scale, a mean over
 tokens and seeds. Second row, the control: the same with each row stretched as the authors do. Third row: the rise of the loss
 without one block, every factor of LNS staying with its block (crosses: renumbered); the angle to the next layer, and, dotted,
 what it was before training.
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,8 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, PRINTED_STEPS, TINY, Size, llama
 from figures._kit import FAINT, cached, each, heading, page, save, style, write_rows, write_verdicts
-from figures._runs import ByteRun, byte_run, model_of
-from figures._scales import scale_of
+from figures._trained import CURSE_COLOURS, CURSE_MARKS, PRINTED_STEPS, Arms, arms, seeds_of, spec_of
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
@@ -50,12 +48,12 @@ from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_text, table
 from hessiankit.training.depth import AngularDistances, depth_diagnostics
 from hessiankit.training.sharpness.batches import BatchedLoss, micro_batches
-from papers.experiments.tuning.experiment import texts
+from papers.experiments.runs import Run
+from papers.experiments.spec import Spec, model_of, scale_of
+from papers.experiments.tokens import data_of
 
 NAME = Path(__file__).stem
 METHODS = ("Post-LN", "Pre-LN", "LNS")
-SEEDS = (0, 1)
-FULL = Size(layers=12)
 TICKS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 WINDOWS = 32
 """Held-out sequences that are measured on."""
@@ -86,20 +84,20 @@ class Measured:
     renumbered: np.ndarray
 
 
-def measure(size: Size, out: Path) -> list[Measured]:
-    """Train every method with every seed, and measure what is not kept in ``out/cache``."""
+def measure(runs: Arms, out: Path) -> list[Measured]:
+    """Measure what is not kept in ``out/cache``."""
     found = []
-    for method in METHODS:
-        for seed in SEEDS:
-            run = byte_run(llama(method, size, seed), out)
-            answer = cached(out, NAME, [run.folder.name, WINDOWS], partial(diagnose, run), code=("hessiankit/training/depth",))
-            found.append(Measured(method, seed, answer.pop("loss"), **{name: np.array(x) for name, x in answer.items()}))
+    for method, own in runs.items():
+        for run in own:
+            key = [run.folder.name, run.losses[-1], WINDOWS]
+            answer = cached(out, NAME, key, partial(diagnose, run), code=("hessiankit/training/depth",))
+            found.append(Measured(method, run.spec.seed, answer.pop("loss"), **{name: np.array(x) for name, x in answer.items()}))
     return found
 
 
-def diagnose(run: ByteRun) -> dict[str, Any]:
+def diagnose(run: Run) -> dict[str, Any]:
     """Return what a :class:`Measured` holds of a run."""
-    inputs, targets = texts(run.spec.text)[1].windows(run.spec.length, WINDOWS)
+    inputs, targets = data_of(run.spec)[1].windows(run.spec.length, WINDOWS)
     model = run.model()
     with progress_bar() as tell:
         after = depth_diagnostics(model, inputs, targets, what=("angles", "drop"), progress=tell)
@@ -167,15 +165,15 @@ def rank_correlation(values: np.ndarray) -> float:
     return round(float(spearmanr(np.arange(len(values)), values).statistic), 12)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train six models (about 4 minutes of one core, less if other figures trained some before), draw, and write the numbers.
 
     ``quick`` takes four blocks of width 16 and 30 steps: seconds.
     """
-    size = replace(TINY if quick else FULL, text=text)
-    found = measure(size, out)
+    runs = arms("curse-of-depth/fig3", out, quick=quick, run=run, text=text)
+    size, seeds, found = spec_of(runs), seeds_of(runs), measure(runs, out)
     headers, rows = summary(found)
-    print(as_text(table(headers, rows, title=f"after {size.steps} steps, seeds {', '.join(map(str, SEEDS))}")))
+    print(as_text(table(headers, rows, title=f"after {size.steps} steps, seeds {', '.join(map(str, seeds))}")))
     by_block = [
         {
             "method": one.method, "seed": one.seed, "block": k + 1, "loss rise without it": one.drop[k],
@@ -192,16 +190,16 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         for n in range(size.layers)
         for layer in range(size.layers - n)
     ]
-    said = verdicts(found, size)
+    said = verdicts(found, size, len(seeds))
     with style():
         drawn = save(picture(found, size), out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", by_block), write_rows(out / f"{NAME}_angles.csv", by_pair)]
     return [drawn, *numbers, write_verdicts(out, NAME, said)]
 
 
-def verdicts(found: Sequence[Measured], size: Size) -> list[Verdict]:
+def verdicts(found: Sequence[Measured], size: Spec, seeds: int) -> list[Verdict]:
     """Return what the runs show of Figures 3 and 6: one outcome a seed."""
-    scale = scale_of(llama("Pre-LN", size, SEEDS[0]), len(SEEDS))
+    scale = scale_of(size, seeds)
     fig3 = []
     for method, direction, sign in (("Pre-LN", "falls", -1), ("Post-LN", "rises", 1)):
         runs = [one for one in found if one.method == method]
@@ -265,7 +263,7 @@ def stretched(distances: np.ndarray) -> np.ndarray:
     return out
 
 
-def picture(found: Sequence[Measured], size: Size) -> Picture:
+def picture(found: Sequence[Measured], size: Spec) -> Picture:
     """Draw the angles as they are and stretched, and under them damage and angle by block."""
     drawn = {method: maps(found, method) for method in METHODS}
     highest = max(float(np.nanmax(raw)) for raw, _ in drawn.values())
@@ -306,7 +304,7 @@ def picture(found: Sequence[Measured], size: Size) -> Picture:
     return figure
 
 
-def heat_map(axes: Axes, values: np.ndarray, highest: float, title: str, *, first: bool, size: Size) -> Any:
+def heat_map(axes: Axes, values: np.ndarray, highest: float, title: str, *, first: bool, size: Spec) -> Any:
     """Draw n upwards and l to the right, yellow small and purple large as in the paper."""
     heading(axes, title, "layer $l$", "distance $n$" if first else "")
     axes.grid(False)

@@ -5,9 +5,9 @@ not, up to 175 in the last layer, with LayerNorm Scaling (LNS) up to 25. Figure 
 1000, 3000 and 6000 and calls it exponential; nothing is fitted. How the variance is averaged is not said.
 
 Here: twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
-(:func:`figures._depth_models.llama`); the variance over features, a mean over 1024 held-out tokens. Below, four laws of two
-coefficients each are fitted to x_1, ..., x_13 by least squares (:func:`hessiankit.training.depth.growth_laws`) at 10 %,
-30 % and 100 % of the steps.
+(``papers.experiments.catalogue``, curse-of-depth/fig4); the variance over features, a mean over 1024 held-out tokens. Below,
+four laws of two coefficients each are fitted to x_1, ..., x_13 by least squares
+(:func:`hessiankit.training.depth.growth_laws`) at 10 %, 30 % and 100 % of the steps.
 For weights of one size at all depths theory allows L to L^2 for Pre-LN and log L to L for LNS (docs/depth.md): the
 exponential bound in print is never attained there, but training may leave that assumption.
 
@@ -26,31 +26,28 @@ and 400 (0.997 to 0.998; exponential 0.987 to 0.991). LNS's is quadratic at step
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from figures._depth_models import TINY, Size, llama, over_training
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, save, style, write_rows, write_verdicts
-from figures._runs import byte_run
-from figures._scales import scale_of
+from figures._trained import Arms, arms, over_training, spec_of
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.tables import as_text, table
 from hessiankit.training.depth import GrowthLaws, growth_laws
 from hessiankit.training.depth.laws import FORMS, SHAPES
 from hessiankit.training.monitoring.log import layer_key
+from papers.experiments.spec import Spec, scale_of
 
 NAME = Path(__file__).stem
 METHODS = ("Pre-LN", "Pre-LN, scaled init", "LNS")
 FITTED = ("Pre-LN", "LNS")
 STAGES = (0.1, 0.3, 1.0)
-SEEDS = (0, 1)
 SHORT = {"logarithmic": "log", "linear": "linear", "quadratic": "quadratic", "exponential": "exp"}
-FULL = Size(layers=12)
 
 
 @dataclass(frozen=True)
@@ -77,35 +74,38 @@ class Followed:
         return nearest
 
 
-def follow(size: Size, out: Path) -> list[Followed]:
-    """Train every method with every seed, or read what was trained before."""
-    found = []
-    for method in METHODS:
-        for seed in SEEDS:
-            run = byte_run(llama(method, size, seed), out)
-            assert run.log is not None
-            variance = run.log.series("depth", "stream", "variance")
-            found.append(Followed(method, seed, run.log.steps, variance, run.losses[-1]))
-    return found
+def follow(runs: Arms) -> list[Followed]:
+    """Return the variances of every run."""
+    return [
+        Followed(method, run.spec.seed, run.log.steps, run.log.series("depth", "stream", "variance"), run.losses[-1])
+        for method, own in runs.items()
+        for run in own
+        if run.log is not None
+    ]
 
 
-def stages(size: Size) -> tuple[int, ...]:
+def seeds_of(found: Sequence[Followed]) -> list[int]:
+    """Return the seeds."""
+    return sorted({one.seed for one in found})
+
+
+def stages(size: Spec) -> tuple[int, ...]:
     """Return the steps at which laws are fitted.
 
-    >>> stages(Size(12, steps=400))
+    >>> stages(Spec("x", steps=400))
     (40, 120, 400)
     """
     return tuple(round(part * size.steps) for part in STAGES)
 
 
-def fits(found: Sequence[Followed], size: Size) -> Iterator[tuple[Followed, int, GrowthLaws]]:
+def fits(found: Sequence[Followed], size: Spec) -> Iterator[tuple[Followed, int, GrowthLaws]]:
     """Yield (run, step, its laws) at the initialisation and at every stage."""
     for one in found:
         for step in (0, *stages(size)):
             yield one, step, growth_laws(one.at(step).tolist())
 
 
-def summary(found: Sequence[Followed], size: Size) -> tuple[list[str], list[list[str]]]:
+def summary(found: Sequence[Followed], size: Spec) -> tuple[list[str], list[list[str]]]:
     """Return headers and rows: per method, the seeds one after the other, the last variance and what the laws say at the end."""
     laws = {(one.method, one.seed): law for one, step, law in fits(found, size) if step == size.steps}
     headers = ["method", "held-out loss", "variance of the last output", "of block 1", "best law", *(f"R^2 {n}" for n in FORMS)]
@@ -121,15 +121,15 @@ def summary(found: Sequence[Followed], size: Size) -> tuple[list[str], list[list
     return headers, rows
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train six models (about 3.5 minutes of one core, fewer if other figures trained some before), draw, and write the numbers.
 
     ``quick`` takes four blocks of width 16 and 30 steps: seconds.
     """
-    size = replace(TINY if quick else FULL, text=text)
-    found = follow(size, out)
+    runs = arms("curse-of-depth/fig4", out, quick=quick, run=run, text=text)
+    size, found = spec_of(runs), follow(runs)
     headers, rows = summary(found, size)
-    print(as_text(table(headers, rows, title=f"after {size.steps} steps, seeds {', '.join(map(str, SEEDS))}")))
+    print(as_text(table(headers, rows, title=f"after {size.steps} steps, seeds {', '.join(map(str, seeds_of(found)))}")))
     variances = [
         {"method": one.method, "seed": one.seed, "step": step, "output of block": block, "variance": value}
         for one in found
@@ -151,9 +151,9 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     return [drawn, *numbers, write_verdicts(out, NAME, said)]
 
 
-def verdicts(found: Sequence[Followed], size: Size) -> list[Verdict]:
+def verdicts(found: Sequence[Followed], size: Spec) -> list[Verdict]:
     """Return what the runs show of Figures 4 and 8: one outcome a seed."""
-    scale = scale_of(llama("Pre-LN", size, SEEDS[0]), len(SEEDS))
+    scale = scale_of(size, len(seeds_of(found)))
     last = {method: [one.variance[-1, -1] for one in found if one.method == method] for method in METHODS}
     fig4 = [
         in_every(
@@ -177,13 +177,15 @@ def verdicts(found: Sequence[Followed], size: Size) -> list[Verdict]:
     ]
 
 
-def picture(found: Sequence[Followed], size: Size) -> Picture:
+def picture(found: Sequence[Followed], size: Spec) -> Picture:
     """Draw Figure 4 above, of the first seed, and Figure 8 below for Pre-LN and for LNS."""
-    first = {one.method: one for one in found if one.seed == SEEDS[0]}
+    seeds = seeds_of(found)
+    first = {one.method: one for one in found if one.seed == seeds[0]}
     with style():
         figure = page(7.6, 6.9)
         figure.text(0.07, 0.975, "Variance of the residual stream by layer (The Curse of Depth, Figures 4 and 8)", fontsize=10)
-        note = f"below: dots are seed {SEEDS[0]}, crosses seed {SEEDS[1]}; laws fitted to seed {SEEDS[0]}, with their $R^2$"
+        others = f", crosses seed {', '.join(map(str, seeds[1:]))}" if seeds[1:] else ""
+        note = f"below: dots are seed {seeds[0]}{others}; laws fitted to seed {seeds[0]}, with their $R^2$"
         figure.text(0.07, 0.952, note, fontsize=7.5, color=FAINT)
         grid = figure.add_gridspec(3, 3, left=0.07, right=0.905, top=0.91, bottom=0.06, hspace=0.42, wspace=0.24)
         top = [figure.add_subplot(grid[0, k]) for k in range(len(METHODS))]

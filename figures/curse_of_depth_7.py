@@ -6,7 +6,7 @@ Table 7 trains LLaMA-130M once with six normalisations: perplexities of 26.73 (P
 variance of the deepest block at 150 instead of 3000.
 
 Here: Table 7 with twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
-(:func:`figures._depth_models.llama`), each seed's loss less Pre-LN's; Figure 7 with a vision transformer of twelve pre-norm
+(``papers.experiments.catalogue``), each seed's loss less Pre-LN's; Figure 7 with a vision transformer of twelve pre-norm
 blocks of width 32 on scikit-learn's digits in patches of 2 x 2, AdamW at 1e-3, 150 steps of 32 images, two seeds: the variance
 over features of each block's output, a mean over the tokens of 64 test images. The criterion on the variance is Sec. 5.6's:
 more than 3000 without LNS, below 150 with it after attention and MLP, a twentieth.
@@ -19,7 +19,7 @@ other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,16 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from figures._depth_models import PRINTED_STEPS, TINY, Size, llama, over_training
 from figures._digits import ImageSpec, images_of
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, each, heading, page, save, style, write_rows, write_verdicts
-from figures._runs import ByteRun, byte_run
-from figures._scales import scale, scale_of
+from figures._trained import PRINTED_STEPS, Arms, arms, over_training, seeds_of, spec_of
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.blocks import VisionTransformer
 from hessiankit.training.depth import depth_diagnostics
 from hessiankit.training.monitoring.log import layer_key
-from papers.experiments.training import updates
+from papers.experiments.spec import Spec, scale, scale_of
+from papers.experiments.tokens import data_of
+from papers.experiments.training import accuracy, updates
 
 NAME = Path(__file__).stem
 CODE = (
@@ -55,7 +55,6 @@ VARIANTS = {"Pre-LN": "pre", "LNS after the norm": "lns", "LNS after attention a
 PRINTED = {"Pre-LN": 67.91, "LNS after the norm": 66.43, "LNS after attention and MLP": 68.75}
 """Table 5: accuracy in %."""
 SEEDS = (0, 1)
-FULL = Size(layers=12)
 
 
 @dataclass(frozen=True)
@@ -108,24 +107,36 @@ def vision_run(vision: Vision, placement: str, seed: int) -> dict[str, Any]:
     return {"steps": steps, "variances": variances, "accuracy": right}
 
 
+def vision_scale(vision: Vision) -> str:
+    """Return the size of the vision transformers in words."""
+    data = f"{vision.steps} steps of {vision.batch_size} digits"
+    tokens = 64 // vision.patch**2
+    model = VisionTransformer(
+        vision.patch**2, tokens, 10, d_model=vision.d_model, d_ff=vision.d_ff, n_heads=vision.n_heads, n_blocks=vision.blocks
+    )
+    return scale(len(SEEDS), vision.blocks, vision.d_model, sum(p.numel() for p in model.parameters()), data)
+
+
 def variance_by_block(model: VisionTransformer, inputs: Tensor) -> list[float]:
     """Return the variance over features of each block's output, a mean over tokens and images."""
     stream = depth_diagnostics(model, inputs, what="variance").stream
     return [] if stream is None else list(stream.variance[1:])
 
 
-def language(size: Size, out: Path) -> dict[str, list[ByteRun]]:
-    """Train every method of Table 7 with every seed, or read what was trained before."""
-    return {
-        method: [
-            byte_run(replace(llama("Pre-LN", size, seed), name=f"curse-{name}-normal-{seed}", placement=name), out)
-            for seed in SEEDS
-        ]
-        for method, (name, _) in TABLE_7.items()
-    }
+def vision_from(runs: Arms) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """Return what :func:`vision_run` does of runs of Table 5, by variant, and their size in words."""
+    seen: dict[str, list[dict[str, Any]]] = {}
+    for name, own in runs.items():
+        for run in own:
+            assert run.log is not None
+            right = accuracy(run.model(), *data_of(run.spec)[1].windows(run.spec.length, run.spec.windows))
+            variances = run.log.series("depth", "stream", "variance")[:, 1:]
+            one = {"steps": run.log.steps.tolist(), "variances": variances.tolist(), "accuracy": right}
+            seen.setdefault(name, []).append(one)
+    return seen, scale_of(spec_of(runs), len(seeds_of(runs)))
 
 
-def verdicts(runs: dict[str, list[ByteRun]], seen: dict[str, list[dict[str, Any]]], size: Size, vision: Vision) -> list[Verdict]:
+def verdicts(runs: Arms, seen: dict[str, list[dict[str, Any]]], size: Spec, size_of: str) -> list[Verdict]:
     """Return what the runs show of Table 7, and of Table 5 with Figure 7; one outcome a seed."""
     last = {method: [run.losses[-1] for run in own] for method, own in runs.items()}
     less = {method: [a - b for a, b in zip(own, last["Pre-LN"], strict=True)] for method, own in last.items()}
@@ -139,7 +150,7 @@ def verdicts(runs: dict[str, list[ByteRun]], seen: dict[str, list[dict[str, Any]
         )
         for method, sign in (("Admin", 1), ("Group-LN", 1), ("Sandwich-LN", -1), ("Mix-LN", -1), ("LNS", -1))
     ]
-    lowest = [min(last, key=lambda method: last[method][k]) for k in range(len(SEEDS))]
+    lowest = [min(last, key=lambda method: last[method][k]) for k in range(len(last["Pre-LN"]))]
     seen_lowest = f"lowest {' and '.join(lowest)}"
     table_7.append(in_every("LNS has the lowest loss", (one == "LNS" for one in lowest), seen_lowest, early))
     deep = {name: [run["variances"][-1][-1] for run in own] for name, own in seen.items()}
@@ -163,16 +174,10 @@ def verdicts(runs: dict[str, list[ByteRun]], seen: dict[str, list[dict[str, Any]
             each(right[norm]),
         ),
     )  # fmt: skip
-    data = f"{vision.steps} steps of {vision.batch_size} digits"
-    tokens = 64 // vision.patch**2
-    model = VisionTransformer(
-        vision.patch**2, tokens, 10, d_model=vision.d_model, d_ff=vision.d_ff, n_heads=vision.n_heads, n_blocks=vision.blocks
-    )
-    size_of = scale(len(SEEDS), vision.blocks, vision.d_model, sum(p.numel() for p in model.parameters()), data)
     return [
         Verdict(
             "curse-of-depth/table7", "LNS has the lowest loss; Mix-LN and Sandwich-LN beat Pre-LN, Admin and Group-LN do not",
-            scale_of(llama("Pre-LN", size, 0), len(SEEDS)), tuple(table_7),
+            scale_of(size, len(seeds_of(runs))), tuple(table_7),
         ),
         Verdict(
             "curse-of-depth/table5", "LNS after attention and MLP lowers a vision transformer's variance and raises its accuracy",
@@ -181,30 +186,34 @@ def verdicts(runs: dict[str, list[ByteRun]], seen: dict[str, list[dict[str, Any]
     ]  # fmt: skip
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train twelve language models and six vision transformers (about 7 minutes of one core), draw, and write the numbers.
 
     ``quick`` takes four blocks of width 16 and 30 steps, and three blocks of width 8 and 20 steps.
     """
-    size, vision = (replace(TINY, text=text), TINY_VISION) if quick else (replace(FULL, text=text), Vision())
-    runs = language(size, out)
-    seen = {
-        name: [
-            cached(out, NAME, [vision, placement, seed], partial(vision_run, vision, placement, seed), code=CODE)
-            for seed in SEEDS
-        ]
-        for name, placement in VARIANTS.items()
-    }
-    said = verdicts(runs, seen, size, vision)
+    vision = TINY_VISION if quick else Vision()
+    runs = arms("curse-of-depth/table7", out, quick=quick, run=run, text=text)
+    if run is None:
+        seen = {
+            name: [
+                cached(out, NAME, [vision, placement, seed], partial(vision_run, vision, placement, seed), code=CODE)
+                for seed in SEEDS
+            ]
+            for name, placement in VARIANTS.items()
+        }
+        size_of = vision_scale(vision)
+    else:
+        seen, size_of = vision_from(arms("curse-of-depth/table5", out, run=run))
+    said = verdicts(runs, seen, spec_of(runs), size_of)
     losses = [
         {"method": method, "seed": seed, "held-out loss": run.losses[-1], "paper's perplexity": TABLE_7[method][1]}
         for method, own in runs.items()
-        for seed, run in zip(SEEDS, own, strict=True)
+        for seed, run in enumerate(own)
     ]
     variances = [
         {"variant": name, "seed": seed, "accuracy": run["accuracy"], "step": step, "block": block, "variance": value}
         for name, own in seen.items()
-        for seed, run in zip(SEEDS, own, strict=True)
+        for seed, run in enumerate(own)
         for step, row in zip(run["steps"], run["variances"], strict=True)
         for block, value in enumerate(row, start=1)
     ]
@@ -220,13 +229,13 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
             heading(
                 axes, f"{name}\naccuracy {right} % (print {PRINTED[name]})", "step", "" if k else "variance of block's output"
             )
-        layer_key(figure.axes[-1], 1, vision.blocks)
+        layer_key(figure.axes[-1], 1, len(seen["Pre-LN"][0]["variances"][0]))
         picture = save(figure, out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", losses), write_rows(out / f"{NAME}_variances.csv", variances)]
     return [picture, *numbers, write_verdicts(out, NAME, said)]
 
 
-def table_7(axes: Axes, runs: dict[str, list[ByteRun]]) -> None:
+def table_7(axes: Axes, runs: Arms) -> None:
     """Each seed's loss less Pre-LN's of that seed; at the right the printed perplexity."""
     base = [run.losses[-1] for run in runs["Pre-LN"]]
     for y, (method, own) in enumerate(runs.items()):

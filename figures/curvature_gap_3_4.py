@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 import hessiankit
-from figures._digits import LOSS, ImageSpec, snapshots
+from figures._digits import LOSS, ImageSpec, scale_of_images, snapshots
 from figures._kit import save, write_verdicts
-from figures._scales import scale_of_images
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.curvature.plots import block_norms_map, side_by_side
 from papers.experiments.training import accuracy

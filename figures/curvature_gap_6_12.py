@@ -42,7 +42,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import hessiankit
-from figures._digits import LOSS, ImageSpec, images_of, snapshots
+from figures._digits import LOSS, ImageSpec, images_of, scale_of_images, snapshots
 from figures._kit import (
     CODE,
     DASHES,
@@ -57,7 +57,6 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
-from figures._scales import scale_of_images
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import TransformerBlock
 from hessiankit.support.progress import progress_bar

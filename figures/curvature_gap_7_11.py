@@ -25,9 +25,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from figures._digits import MEASURED_BY, ImageSpec, block_norms, snapshots
+from figures._digits import MEASURED_BY, ImageSpec, block_norms, scale_of_images, snapshots
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows, write_verdicts
-from figures._scales import scale_of_images
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import short_labels
 from hessiankit.support.progress import progress_bar

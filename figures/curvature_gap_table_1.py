@@ -19,10 +19,9 @@ import torch
 from matplotlib.axes import Axes
 
 import hessiankit as hk
-from figures._digits import LOSS, MEASURED_BY, ImageSpec
+from figures._digits import LOSS, MEASURED_BY, ImageSpec, scale_of_images
 from figures._kit import METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows, write_verdicts
 from figures._lanczos import extremes
-from figures._scales import scale_of_images
 from figures._verdicts import Verdict, in_every
 from hessiankit.support.progress import progress_bar
 

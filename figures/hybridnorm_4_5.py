@@ -6,7 +6,7 @@ Post-Norm vanishes, HybridNorm is balanced. Both are single runs. HybridNorm* an
 at initialisation but for eps (docs/claims.md): what tells their curves apart is how a gain learns, and noise.
 
 Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, four seeds
-(:func:`figures._depth_models.olmo`). Above: held-out loss, and its difference to HybridNorm's of the same seed with
+(``papers.experiments.catalogue``). Above: held-out loss, and its difference to HybridNorm's of the same seed with
 Student's 95 % interval. Below: the norm of the loss's gradient with respect to all parameters of each block, at
 initialisation (the gradient of step 1) and after 100 steps, sixteen blocks as in the paper's model, two seeds; and, against
 the number of blocks, the last block's gradient over the first's at initialisation, three seeds. A gradient that explodes on
@@ -34,7 +34,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from figures._depth_models import TINY, Size, olmo
 from figures._kit import (
     DASHES,
     FAINT,
@@ -49,70 +48,49 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
-from figures._runs import ByteRun, byte_run, measured_on, model_of
-from figures._scales import scale_of
+from figures._trained import Arms, arms, seeds_of, spec_of
 from figures._verdicts import Verdict, above_zero, in_every, negative
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.tables import as_text, table
 from hessiankit.training.depth import depth_diagnostics
+from papers.experiments.catalogue import FIRST_BLOCKS, FLOWS
+from papers.experiments.runs import measured_on
+from papers.experiments.spec import Spec, model_of, scale_of
 from papers.experiments.tuning.verdict import Interval, mean_interval, paired_difference
 
 NAME = Path(__file__).stem
-FIRST_BLOCKS = {
-    "HybridNorm": "hybridnorm",
-    "HybridNorm*": "hybridnorm*",
-    "First-QKV-Pre": "first-qkv-pre",
-    "EmbedNorm": "embednorm-hybridnorm",
-}
-FLOWS = {
-    "Pre-Norm, normal": ("pre", "normal"),
-    "Pre-Norm, Megatron": ("pre", "megatron"),
-    "Post-Norm, shifted": ("post-shifted", "megatron"),
-    "Post-Norm, Eqs. 3-4": ("post", "megatron"),
-    "HybridNorm": ("hybridnorm", "megatron"),
-    "HybridNorm*": ("hybridnorm*", "megatron"),
-}
-"""Placements and initialisations of Figure 5."""
 LOOKS = {
     name: {"color": METHOD_COLOURS[k], "marker": METHOD_MARKS[k], "linestyle": DASHES[k]}
     for k, name in enumerate(dict.fromkeys((*FLOWS, *FIRST_BLOCKS)))
 }
 
 
+DEPTHS, QUICK_DEPTHS, RATIO_SEEDS = (4, 8, 16, 32), (2, 4, 8), (0, 1, 2)
+"""Numbers of blocks, and seeds, of the ratios at initialisation."""
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What is trained and measured.
+    """What was trained and is measured.
 
     Attributes:
-        first: Models of Figure 4.
-        seeds: Theirs.
-        deep: Models of Figure 5; their steps are what its second panel is after.
-        flow_seeds: Theirs.
+        first: A model of Figure 4.
+        seeds: Its seeds.
+        deep: A model of Figure 5; its steps are what its second panel is after.
+        flow_seeds: Its seeds.
         depths: Numbers of blocks of the ratios at initialisation.
-        ratio_seeds: Theirs.
+        ratio_seeds: Their seeds.
     """
 
-    first: Size
+    first: Spec
     seeds: tuple[int, ...]
-    deep: Size
+    deep: Spec
     flow_seeds: tuple[int, ...]
     depths: tuple[int, ...]
     ratio_seeds: tuple[int, ...]
 
 
-FULL = Settings(Size(8, steps=240), (0, 1, 2, 3), Size(16, steps=100), (0, 1), (4, 8, 16, 32), (0, 1, 2))
-QUICK = Settings(TINY, (0, 1), replace(TINY, steps=20), (0, 1), (2, 4, 8), (0, 1))
-
-
-def train_first(settings: Settings, out: Path) -> dict[str, list[ByteRun]]:
-    """Return the runs of Figure 4 by the name of their first block, one a seed."""
-    return {
-        name: [byte_run(olmo(placement, "megatron", settings.first, seed), out) for seed in settings.seeds]
-        for name, placement in FIRST_BLOCKS.items()
-    }
-
-
-def differences(runs: dict[str, list[ByteRun]]) -> Iterator[tuple[str, int, Interval]]:
+def differences(runs: Arms) -> Iterator[tuple[str, int, Interval]]:
     """Yield (name, step, loss less HybridNorm's of the same seed), where no run has diverged."""
     base = runs["HybridNorm"]
     for name, own in runs.items():
@@ -122,19 +100,16 @@ def differences(runs: dict[str, list[ByteRun]]) -> Iterator[tuple[str, int, Inte
                 yield name, step, paired_difference(losses, others)
 
 
-def flows(settings: Settings, out: Path) -> dict[str, np.ndarray]:
+def flows(runs: Arms) -> dict[str, np.ndarray]:
     """Return gradient norms of Figure 5 by name: (seeds, 2, blocks), at first and at last; NaN where a run broke off."""
     found = {}
-    for name, (placement, initialisation) in FLOWS.items():
-        own = []
-        for seed in settings.flow_seeds:
-            spec = olmo(placement, initialisation, settings.deep, seed, measured=("gradient",))
-            log = byte_run(spec, out).log
-            assert log is not None
-            measured = log.series("depth", "gradient")
-            own.append(np.full((2, settings.deep.layers), np.nan))
-            own[-1][: len(measured)] = measured
-        found[name] = np.array(own)
+    for name, own in runs.items():
+        norms = np.full((len(own), 2, own[0].spec.layers), np.nan)
+        for k, run in enumerate(own):
+            assert run.log is not None
+            measured = run.log.series("depth", "gradient")[[0, -1]]
+            norms[k, : len(measured)] = measured
+        found[name] = norms
     return found
 
 
@@ -144,7 +119,7 @@ def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
     for name, (placement, initialisation) in FLOWS.items():
         for layers in settings.depths:
             for seed in settings.ratio_seeds:
-                spec = olmo(placement, initialisation, replace(settings.deep, layers=layers), seed)
+                spec = replace(settings.deep, placement=placement, initialisation=initialisation, layers=layers, seed=seed)
 
                 def gradient(spec: Any = spec) -> list[float]:
                     found = depth_diagnostics(model_of(spec), measured_on(spec), what="gradient").gradient
@@ -161,14 +136,17 @@ def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train sixteen models of eight blocks and twelve of sixteen (about 7 minutes of one core), draw, and write the numbers.
 
     ``quick`` takes at most eight blocks of width 16, 30 steps and two seeds: seconds.
     """
-    settings = QUICK if quick else FULL
-    settings = replace(settings, first=replace(settings.first, text=text), deep=replace(settings.deep, text=text))
-    runs, gradients, at_start = train_first(settings, out), flows(settings, out), ratios(settings, out)
+    options: Any = {"quick": quick, "run": run, "text": text, "seeds": (0, 1) if quick else None}
+    runs, deep = arms("hybridnorm/fig4", out, **options), arms("hybridnorm/fig5", out, **options)
+    depths = QUICK_DEPTHS if quick else DEPTHS if run is None else (spec_of(deep).layers,)
+    chosen = RATIO_SEEDS[:2] if quick else RATIO_SEEDS
+    settings = Settings(spec_of(runs), seeds_of(runs), spec_of(deep), seeds_of(deep), depths, chosen)
+    gradients, at_start = flows(deep), ratios(settings, out)
     apart = list(differences(runs))
     _tell(runs, apart, gradients)
     losses = [
@@ -246,7 +224,7 @@ def verdicts(
         for name in ("HybridNorm", "HybridNorm*")
         if name in spread
     ]
-    scales = [scale_of(olmo("hybridnorm", "megatron", size, 0), len(seeds)) for size, seeds in (
+    scales = [scale_of(spec, len(seeds)) for spec, seeds in (
         (settings.first, settings.seeds), (settings.deep, settings.flow_seeds))]  # fmt: skip
     return [
         Verdict(
@@ -263,7 +241,7 @@ def verdicts(
     ]
 
 
-def _tell(runs: dict[str, list[ByteRun]], apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray]) -> None:
+def _tell(runs: Arms, apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray]) -> None:
     last = {name: interval for name, _, interval in apart}
     rows = []
     for name, own in runs.items():
@@ -280,7 +258,7 @@ def _tell(runs: dict[str, list[ByteRun]], apart: Sequence[tuple[str, int, Interv
 
 
 def picture(
-    runs: dict[str, list[ByteRun]], apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray],
+    runs: Arms, apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray],
     at_start: Sequence[dict[str, Any]], settings: Settings,
 ) -> Picture:  # fmt: skip
     """Draw Figure 4 above and Figure 5 below."""

@@ -5,7 +5,7 @@ The paper trains a 550M model once for each of six cells: Pre-Norm ends at losse
 0.01 to 0.02 in single runs carry no statement of noise.
 
 Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, four seeds a cell, which share initial random
-numbers and batches (:func:`figures._depth_models.olmo`). Drawn: held-out losses of every seed, their mean with Student's 95 %
+numbers and batches (``papers.experiments.catalogue``). Drawn: held-out losses of every seed, their mean with Student's 95 %
 interval, and differences to the paper's choice of the same placement, seed by seed, with intervals that hold for the four of
 them together (Bonferroni). A run counts as diverged that ends half a nat above its own best evaluation, or with no number; such
 cells are marked and have no interval.
@@ -21,25 +21,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from figures._depth_models import TINY, Size, olmo, short_of
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
-from figures._runs import ByteRun, byte_run
-from figures._scales import scale_of
+from figures._trained import Arms, arms, seeds_of, short_of, spec_of
 from figures._verdicts import Verdict, above_zero
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.tables import as_text, table
+from papers.experiments.runs import Run
+from papers.experiments.spec import scale_of
 from papers.experiments.tuning.verdict import Interval, mean_interval, paired_difference, simultaneous
 
 NAME = Path(__file__).stem
-FULL, SEEDS = Size(8, steps=240), (0, 1, 2, 3)
 QUICK_SEEDS = (0, 1, 2)
-PLACEMENTS = {"Pre-Norm": "pre", "HybridNorm": "hybridnorm"}
+PLACEMENTS = ("Pre-Norm", "HybridNorm")
 SCHEMES = ("normal", "depth-scaled", "megatron")
 CHOSEN = {"Pre-Norm": "normal", "HybridNorm": "megatron"}
 """The paper's defaults, Section 4.4."""
@@ -80,7 +79,7 @@ class Cell:
         return None if any(self.diverged + other.diverged) else paired_difference(self.losses, other.losses, confidence)
 
 
-def cell_of(placement: str, scheme: str, runs: Sequence[ByteRun]) -> Cell:
+def cell_of(placement: str, scheme: str, runs: Sequence[Run]) -> Cell:
     """Return what the runs of a cell showed."""
     tenth = max(1, runs[0].spec.steps // 10)
     return Cell(
@@ -89,13 +88,9 @@ def cell_of(placement: str, scheme: str, runs: Sequence[ByteRun]) -> Cell:
     )  # fmt: skip
 
 
-def measure(size: Size, seeds: Sequence[int], out: Path) -> list[Cell]:
-    """Train every cell with every seed, or read what was trained before."""
-    return [
-        cell_of(name, scheme, [byte_run(olmo(placement, scheme, size, seed), out) for seed in seeds])
-        for name, placement in PLACEMENTS.items()
-        for scheme in SCHEMES
-    ]
+def measure(runs: Arms) -> list[Cell]:
+    """Return the cells."""
+    return [cell_of(name, scheme, runs[f"{name}, {scheme}"]) for name in PLACEMENTS for scheme in SCHEMES]
 
 
 def compared(cells: Sequence[Cell]) -> dict[tuple[str, str], Interval | None]:
@@ -104,16 +99,15 @@ def compared(cells: Sequence[Cell]) -> dict[tuple[str, str], Interval | None]:
     return {(c.placement, c.scheme): c.less(chosen[c.placement]) for c in cells if c.scheme != CHOSEN[c.placement]}
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train 24 models (about 3 minutes of one core, less if other figures trained some before), draw, and write the numbers.
 
     ``quick`` takes four blocks of width 16, 30 steps and three seeds: seconds.
     """
-    size, seeds = (TINY, QUICK_SEEDS) if quick else (FULL, SEEDS)
-    size = replace(size, text=text)
-    cells = measure(size, seeds, out)
+    runs = arms("hybridnorm/table3", out, quick=quick, run=run, seeds=QUICK_SEEDS if quick else None, text=text)
+    spec, seeds, cells = spec_of(runs), seeds_of(runs), measure(runs)
     apart = compared(cells)
-    title = f"after {size.steps} steps, seeds {', '.join(map(str, seeds))}; *: the paper's choice"
+    title = f"after {spec.steps} steps, seeds {', '.join(map(str, seeds))}; *: the paper's choice"
     headers = ["placement", "initialisation", "held-out loss, 95 %", "less the paper's choice", "diverged", "paper: loss", "C4"]
     print(as_text(table(headers, [_row(cell, apart) for cell in cells], title=title)))
     rows = [
@@ -133,7 +127,6 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
             **_ends("less the paper's choice", less), "diverged": sum(cell.diverged), "paper's loss": loss,
             "paper's C4 perplexity": perplexity,
         })  # fmt: skip
-    spec = olmo("pre", "normal", size, 0)
     said = [verdict(apart, scale_of(spec, len(seeds)), short_of(spec))]
     with style():
         drawn = save(picture(cells, apart), out / f"{NAME}{suffix}", said)

@@ -4,7 +4,7 @@ Table 4 trains a 550M model once with each of sixteen placements of the norms: l
 and QK-Post diverges. Table 5 has 29 layers beside 16 at about the same size: Post-Norm diverges, both HybridNorms stay lowest.
 
 Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, two seeds
-(:func:`figures._depth_models.olmo`, Megatron initialisation), and for Table 5 sixteen and 29 blocks of the same width after 100
+(``papers.experiments.catalogue``, Megatron initialisation), and for Table 5 sixteen and 29 blocks of the same width after 100
 steps; the paper keeps the size, here the width is kept. A run counts as diverged that ends half a nat above its own best
 evaluation, or with no number. Left: each seed's held-out loss, a bar through the mean, and what the paper prints, nats a token
 of another model and data. Right: the two depths.
@@ -18,18 +18,17 @@ steps at width 64 are the beginning of training, where the paper's differences o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from figures._depth_models import TINY, Size, olmo, short_of
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, METHOD_MARKS, each, heading, page, save, style, write_rows, write_verdicts
-from figures._runs import ByteRun, byte_run
-from figures._scales import scale_of
+from figures._trained import Arms, arms, models, seeds_of, short_of, spec_of
 from figures._verdicts import Verdict, in_every
+from papers.experiments.runs import Run
+from papers.experiments.spec import Spec, scale_of
 
 NAME = Path(__file__).stem
 PRINTED = {
@@ -41,42 +40,19 @@ PRINTED = {
 DEEP = {"Post-Norm": None, "Pre-Norm": 2.73, "HybridNorm": 2.72, "HybridNorm*": 2.71}
 """Table 5: the loss at 29 layers."""
 OURS = ("HybridNorm", "HybridNorm*")
-SEEDS = (0, 1)
-FULL, TABLE_5, DEPTHS = Size(8, steps=240), Size(16, steps=100), (16, 29)
-QUICK_DEPTHS = (2, 4)
-
-Runs = dict[str, list[ByteRun]]
-"""Placement -> its runs, one a seed."""
 
 
-def name_of(placement: str) -> str:
-    """Return the placement's name in ``hessiankit.blocks.PLACEMENTS``.
-
-    >>> name_of("Post-Norm"), name_of("QKC-Post"), name_of("HybridNorm*")
-    ('post', 'qkc-post', 'hybridnorm*')
-    """
-    return placement.lower().removesuffix("-norm")
-
-
-def train(size: Size, placements: Sequence[str], out: Path, *, measured: tuple[str, ...] = ()) -> Runs:
-    """Train every placement with every seed, or read what was trained before."""
-    return {
-        one: [byte_run(olmo(name_of(one), "megatron", size, seed, measured=measured), out) for seed in SEEDS]
-        for one in placements
-    }
-
-
-def verdicts(shallow: Runs, deep: Mapping[int, Runs], sizes: tuple[Size, Size]) -> list[Verdict]:
+def verdicts(shallow: Arms, deep: Mapping[int, Arms], specs: tuple[Spec, Spec]) -> list[Verdict]:
     """Return what the runs show of the rows on Tables 4 and 5; one outcome a seed, or a seed and depth."""
-    specs = [olmo("hybridnorm", "megatron", size, 0) for size in sizes]
-    scales, missing = [scale_of(spec, len(SEEDS)) for spec in specs], [short_of(spec) for spec in specs]
+    seeds = seeds_of(shallow)
+    scales, missing = [scale_of(spec, len(seeds)) for spec in specs], [short_of(spec) for spec in specs]
 
-    def diverges(claim: str, what: str, runs: Sequence[ByteRun], k: int) -> Verdict:
+    def diverges(claim: str, what: str, runs: Sequence[Run], k: int) -> Verdict:
         seen = f"{sum(run.diverged for run in runs)} of {len(runs)} do, losses {each(run.losses[-1] for run in runs)}"
         part = in_every(f"{what} diverges", (run.diverged for run in runs), seen, missing[k])
         return Verdict(claim, f"{what} diverges", scales[k], (part,))
 
-    orders = [sorted(shallow, key=lambda one: shallow[one][k].losses[-1]) for k in range(len(SEEDS))]
+    orders = [sorted(shallow, key=lambda one: shallow[one][k].losses[-1]) for k in range(len(seeds))]
     surpass = in_every(
         "HybridNorm and HybridNorm* have the two lowest losses of the sixteen",
         (set(order[:2]) == set(OURS) for order in orders),
@@ -88,7 +64,7 @@ def verdicts(shallow: Runs, deep: Mapping[int, Runs], sizes: tuple[Size, Size]) 
             f"at {depth} blocks both are below Post-Norm and Pre-Norm",
             (
                 max(runs[one][k].losses[-1] for one in OURS) < min(runs[one][k].losses[-1] for one in DEEP if one not in OURS)
-                for k in range(len(SEEDS))
+                for k in range(len(seeds))
             ),
             "; ".join(f"{one} {each(run.losses[-1] for run in own)}" for one, own in runs.items()),
             missing[1],
@@ -109,24 +85,24 @@ def verdicts(shallow: Runs, deep: Mapping[int, Runs], sizes: tuple[Size, Size]) 
     ]
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train 32 models of eight blocks and sixteen deeper ones (about 8 minutes of one core), draw, and write the numbers.
 
     ``quick`` takes four blocks of width 16 and 30 steps, and two and four blocks for Table 5.
     """
-    size, deeper, depths = (TINY, TINY, QUICK_DEPTHS) if quick else (FULL, TABLE_5, DEPTHS)
-    size, deeper = replace(size, text=text), replace(deeper, text=text)
-    shallow = train(size, tuple(PRINTED), out)
-    deep = {depth: train(replace(deeper, layers=depth), tuple(DEEP), out, measured=("gradient",)) for depth in depths}
-    said = verdicts(shallow, deep, (size, replace(deeper, layers=depths[-1])))
+    options: Any = {"quick": quick, "run": run, "text": text}
+    shallow = arms("hybridnorm/table4", out, **options)
+    deep = {spec_of(one).layers: one for one in models("hybridnorm/table5", out, **options).values()}
+    size, deeper = spec_of(shallow), spec_of(deep[max(deep)])
+    said = verdicts(shallow, deep, (size, deeper))
     rows = [
         {
-            "table": table, "blocks": blocks, "placement": one, "seed": seed, "held-out loss": run.losses[-1],
+            "table": table, "blocks": blocks, "placement": one, "seed": run.spec.seed, "held-out loss": run.losses[-1],
             "diverged": run.diverged,
         }
         for table, blocks, runs in ((4, size.layers, shallow), *((5, depth, own) for depth, own in deep.items()))
         for one, own in runs.items()
-        for seed, run in zip(SEEDS, own, strict=True)
+        for run in own
     ]  # fmt: skip
     with style():
         figure = page(8.2, 4.6)
@@ -140,7 +116,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     return [picture, write_rows(out / f"{NAME}.csv", rows), write_verdicts(out, NAME, said)]
 
 
-def table_4(axes: Axes, runs: Runs) -> None:
+def table_4(axes: Axes, runs: Arms) -> None:
     """A row a placement: each seed, the mean, and the printed loss at the right."""
     for y, (one, own) in enumerate(runs.items()):
         losses = [run.losses[-1] for run in own]
@@ -157,7 +133,7 @@ def table_4(axes: Axes, runs: Runs) -> None:
     axes.set_ylim(len(runs) - 0.4, -0.6)
 
 
-def table_5(axes: Axes, deep: Mapping[int, Runs]) -> None:
+def table_5(axes: Axes, deep: Mapping[int, Arms]) -> None:
     """A line a placement over the depths, with each seed."""
     for k, one in enumerate(DEEP):
         printed = "diverges" if DEEP[one] is None else f"{DEEP[one]:.2f}"

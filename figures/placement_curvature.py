@@ -46,12 +46,12 @@ from figures._kit import (
     write_rows,
 )  # fmt: skip
 from figures._lanczos import extremes
-from figures._scales import scale
-from figures._store import put
 from figures._verdicts import Verdict, in_every
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
+from papers.experiments.spec import scale
+from papers.experiments.store import put
 
 NAME = Path(__file__).stem
 GROUPS = ("QK", "VO", "FFN", "Norm", "Emb", "all")

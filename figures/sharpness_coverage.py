@@ -23,7 +23,6 @@ from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_json
-from figures._store import put
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import Tell, progress_bar
@@ -31,6 +30,7 @@ from hessiankit.support.tables import as_markdown, as_text, table
 from hessiankit.training.partition import Part, model_parts
 from hessiankit.training.sharpness import SharpnessEstimate, sharpness
 from hessiankit.training.sharpness.estimate import as_weights, estimate, ratio
+from papers.experiments.store import put
 from papers.experiments.training import updates
 from papers.experiments.tuning.experiment import cross_entropy
 

@@ -43,32 +43,35 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
-from figures._runs import ByteSpec, byte_run, measured_on
-from figures._sharpness_runs import PRINTED, diluted, order_of, scale_of_both, specs
+from figures._order import PRINTED, diluted, order_of, scale_of_both
+from figures._trained import models
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.training.sharpness import SharpnessEstimate, SharpnessReport, sharpness
+from papers.experiments.runs import Run, measured_on
 
 NAME = Path(__file__).stem
 DRAWS = 16
 SHOWN = ("Emb", "QK", "FFN", "VO", "Norm", "Head")
 
 
-def measure(spec: ByteSpec, out: Path) -> SharpnessReport:
+def measure(run: Run) -> SharpnessReport:
     """Return the sharpness of a trained model on held-out windows, in float64, so that no square underflows."""
-    model = byte_run(spec, out).model().double()
-    return sharpness(model, measured_on(spec), draws=2 * spec.draws, seed=spec.seed, histograms=True)
+    spec = run.spec
+    return sharpness(run.model().double(), measured_on(spec), draws=2 * spec.draws, seed=spec.seed, histograms=True)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train or read the two runs, measure, draw types and layers, and write the numbers."""
-    reports = {title: measure(spec, out) for title, spec in specs(quick, text).items()}
+    both = models("sharpness-disparity/fig3", out, quick=quick, run=run, text=text)
+    runs = {title: one["AdamW"][0] for title, one in both.items()}
+    reports = {title: measure(one) for title, one in runs.items()}
     print(f"  printed order: {' < '.join(PRINTED)}")
     for title, report in reports.items():
         found = order_of(report)
         print(f"  {title}: {report.ordering}; {'in' if found.printed else 'not in'} the printed order: {_steps(found.steps)}")
     files = [write_rows(out / f"{NAME}.csv", rows(reports)), write_rows(out / f"{NAME}_distribution.csv", bins(reports))]
-    said = verdicts(reports, scale_of_both(specs(quick, text)))
+    said = verdicts(reports, scale_of_both({title: one.spec for title, one in runs.items()}))
     with style():
         files.append(_types(reports, out / f"{NAME}_types{suffix}", said[:2]))
         files.append(_layers(reports, out / f"{NAME}_layers{suffix}", said[2:]))

@@ -34,13 +34,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
 from figures._kit import DASHES, METHOD_MARKS, TYPE_COLOURS, each, heading, page, save, style, write_rows, write_verdicts
-from figures._runs import ByteRun, ByteSpec, byte_run
-from figures._sharpness_runs import PRINTED, agreements, diluted, order_by_values, scale_of_both, specs
+from figures._order import PRINTED, agreements, diluted, order_by_values, scale_of_both
+from figures._trained import models
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.curvature.plot_frame import dress
 from hessiankit.training.monitoring import MonitorLog
 from hessiankit.training.monitoring import log as panels
-from papers.experiments.tuning.experiment import texts
+from papers.experiments.runs import Run
+from papers.experiments.spec import Spec
+from papers.experiments.tokens import data_of
 
 NAME = Path(__file__).stem
 STEP = "step (log scale from 1)"
@@ -60,9 +62,10 @@ UNDER = ("W_1", "W_Q", "W_V", "median row")
 MARKS = dict(zip(LETTERS, (*METHOD_MARKS, "<", ">"), strict=True))
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train or read the two runs, draw S and the norms over the steps, and write the numbers."""
-    runs = {title: byte_run(spec, out) for title, spec in specs(quick, text).items()}
+    both = models("sharpness-disparity/fig3", out, quick=quick, run=run, text=text)
+    runs = {title: one["AdamW"][0] for title, one in both.items()}
     logs = {title: run.log for title, run in runs.items() if run.log is not None}
     print(f"  printed order: {' < '.join(PRINTED)}")
     for title, log in logs.items():
@@ -136,7 +139,7 @@ def orders_of(log: MonitorLog) -> dict[int, tuple[str, ...]]:
     return {int(step): order_by_values({name: one.value[k] for name, one in series.items()}) for k, step in enumerate(log.steps)}
 
 
-def norms(run: ByteRun, log: MonitorLog) -> Lines:
+def norms(run: Run, log: MonitorLog) -> Lines:
     """Return the norms of Figure 8: of each layer's matrices and gains from the monitor, of embedding rows from kept models."""
     layers = range(run.spec.layers)
 
@@ -163,15 +166,15 @@ def norms(run: ByteRun, log: MonitorLog) -> Lines:
     return found
 
 
-def row_norms(run: ByteRun, step: int) -> np.ndarray:
+def row_norms(run: Run, step: int) -> np.ndarray:
     """Return ||w_i - mean(w_i)|| of the embedding's rows whose bytes occur in the training text (Theorem 4.3's w~_i)."""
     W = run.model(step).embedding.W_E.detach().double()
-    seen = texts(run.spec.text)[0].tokens.long().bincount(minlength=W.shape[0]) > 0
+    seen = data_of(run.spec)[0].tokens.long().bincount(minlength=W.shape[0]) > 0
     W = W[seen]
     return (W - W.mean(1, keepdim=True)).norm(dim=1).numpy()
 
 
-def quotient_of_bounds(spec: ByteSpec, log: MonitorLog) -> Lines:
+def quotient_of_bounds(spec: Spec, log: MonitorLog) -> Lines:
     """Return S(gamma) / S(W) for the gain before each network, measured and of the bounds of Theorem 4.1, a panel a matrix.
 
     Geometric mean, lowest and highest over the layers.
@@ -224,7 +227,7 @@ def _quotient_rows(quotients: Mapping[str, Lines]) -> Iterator[dict[str, Any]]:
                     yield {"model": title, "matrix": letter, "of": line, "step": step, **quotient}
 
 
-def _draw_sharpness(logs: Mapping[str, MonitorLog], runs: Mapping[str, ByteRun], path: Path, said: Sequence[Verdict]) -> Path:
+def _draw_sharpness(logs: Mapping[str, MonitorLog], runs: Mapping[str, Run], path: Path, said: Sequence[Verdict]) -> Path:
     """Figure 3: a panel a model, names at the right ends."""
     figure = page(8.4, 3.3)
     grid = figure.add_gridspec(1, 2, left=0.075, right=0.935, top=0.9, bottom=0.14, wspace=0.38)

@@ -41,10 +41,10 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, heading, page, save, style, write_rows, write_verdicts
-from figures._scales import scale_of
 from figures._verdicts import Part, Verdict, above_zero, in_every, negative
 from hessiankit.support.progress import progress_bar
 from hessiankit.training.optim import PRESETS
+from papers.experiments.spec import scale_of
 from papers.experiments.tuning.comparison import TUNING_SEED, run_arms
 from papers.experiments.tuning.comparison_report import draw_differences, draw_searches
 from papers.experiments.tuning.experiment import (

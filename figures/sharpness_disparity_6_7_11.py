@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -48,17 +48,19 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
-from figures._scales import scale_of
-from figures._sharpness_runs import PRINTED, diluted
+from figures._order import PRINTED, diluted
 from figures._verdicts import OPEN, Part, Verdict, above_zero, in_every
 from figures.sharpness_disparity_4_10_table_2 import FULL as TABLE_2
 from figures.sharpness_disparity_4_10_table_2 import QUICK as TINY
 from hessiankit.support.progress import progress_bar
-from hessiankit.training.optim import blockwise_lr, blockwise_schedule
+from papers.experiments.catalogue import MINI
+from papers.experiments.optimizers import optimizer_of, schedule_of
+from papers.experiments.spec import scale_of
 from papers.experiments.training import updates
 from papers.experiments.tuning.experiment import (
     BETAS,
     CLIP,
+    PAPER,
     Setting,
     cross_entropy,
     digest_of,
@@ -80,75 +82,6 @@ CASES = {"Adam-mini": ("adam_mini", "cosine"), "Lion": ("lion", "cosine"), "Adam
 """Title -> optimizer, schedule."""
 CLAIMS = {"Adam-mini": "fig6", "Lion": "fig7-lion", "AdamW, wsd": "fig7-wsd"}
 ARMS = ("one rate", "by block type")
-
-
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2024): w - lr (sign(b1 m + (1 - b1) g) + decay w), then m = b2 m + (1 - b2) g."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            b1, b2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * torch.lerp(p.grad, m, b1).sign())
-                m.lerp_(p.grad, 1 - b2)
-
-
-class AdamMini(torch.optim.Optimizer):
-    """Adam-mini (Zhang et al. 2024): Adam with the mean of g^2 over a group of entries for g^2.
-
-    Args:
-        params: Groups of one parameter each, with its ``name``.
-        n_heads: Heads, each a group of columns of W_Q and of W_K; each row of an embedding is one, and each other tensor.
-        betas: Decay rates of both moments.
-    """
-
-    def __init__(self, params: Iterable[Any], n_heads: int, betas: tuple[float, float] = BETAS) -> None:
-        self.n_heads = n_heads
-        super().__init__(params, {"lr": 1e-3, "betas": betas, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            b1, b2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                state["t"] = t = state.get("t", 0) + 1
-                m = state.setdefault("m", torch.zeros_like(p))
-                v = state.setdefault("v", torch.zeros_like(p))
-                m.lerp_(p.grad, 1 - b1)
-                v.lerp_(grouped_mean(p.grad.square(), group["name"], self.n_heads), 1 - b2)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(group["lr"] * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-8))
-
-
-def grouped_mean(squares: Tensor, name: str, n_heads: int) -> Tensor:
-    """Return each entry's mean over its group in Adam-mini, in the shape of the parameter.
-
-    >>> x = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
-    >>> [grouped_mean(x, name, 2).tolist() for name in ("embedding.W_E", "attention.W_Q", "feedforward.W_1")]
-    [[[2.0, 2.0], [6.0, 6.0]], [[3.0, 5.0], [3.0, 5.0]], [[4.0, 4.0], [4.0, 4.0]]]
-    """
-    if name.startswith("embedding"):
-        return squares.mean(-1, keepdim=True).expand_as(squares)
-    if name.endswith(("W_Q", "W_K")):
-        heads = squares.reshape(len(squares), n_heads, -1)
-        return heads.mean((0, 2), keepdim=True).expand_as(heads).reshape_as(squares)
-    return squares.mean().expand_as(squares)
-
-
-def optimizer_of(model: nn.Module, kind: str, arm: str, lr: float, decay: float, setting: Setting) -> torch.optim.Optimizer:
-    """Return an optimizer over groups with a rate by block type."""
-    groups = blockwise_lr(model, lr, {} if arm == ARMS[0] else "paper", optimizer=kind, weight_decay=decay)
-    if kind == "lion":
-        return Lion(groups)
-    return AdamMini(groups, setting.heads) if kind == "adam_mini" else torch.optim.AdamW(groups, betas=BETAS)
 
 
 @dataclass(frozen=True)
@@ -173,8 +106,10 @@ def run(spec: Spec) -> dict[str, Any]:
     with one_thread():
         model = model_of(setting, spec.seed)
         windows = held_out.windows(setting.length, setting.windows)
-        optimizer = optimizer_of(model, spec.kind, spec.arm, spec.lr, spec.decay, setting)
-        schedule = blockwise_schedule(optimizer, warmup=warm_up_steps(setting), steps=setting.steps, kind=spec.schedule)
+        ratios = () if spec.arm == ARMS[0] else {"adam_mini": MINI}.get(spec.kind, PAPER)
+        betas = (0.9, 0.99) if spec.kind == "lion" else BETAS
+        optimizer = optimizer_of(model, spec.kind, spec.lr, ratios, spec.decay, betas, setting.heads)
+        schedule = schedule_of(optimizer, warmup=warm_up_steps(setting), steps=setting.steps, kind=spec.schedule)
         losses, sharp = {0: held_out_loss(model, windows)}, {}
         batch = partial(text.batch, setting.batch_size, setting.length, generator)
         if 0 in spec.measured:

@@ -16,7 +16,7 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_json, write_text
 from papers.block_diagonal import study
 from papers.commands import attack, bounds
-from papers.experiments import placements, tune_lr
+from papers.experiments import placements, train, tune_lr
 
 if TYPE_CHECKING:
     from papers.ledger import Ledger
@@ -27,6 +27,7 @@ EXAMPLES = (
     ("python -m papers run --seed 1 --json verdicts.json", "find every verdict again"),
     ("python -m papers errata --out docs/errata", "each paper's page of corrections"),
     ("python -m papers tune-lr --quick", "learning rates by block type against tuned AdamW"),
+    ("python -m papers train curse-of-depth/table8 --preset tiny", "an experiment of a paper, from tiny to the paper's size"),
 )
 
 
@@ -60,6 +61,7 @@ def app() -> App:
     """Return the program with its commands."""
     fails = "a verdict is not reproduced, or a valid bound is exceeded"
     commands = {"bounds": bounds.app, "attack": attack.app, "tune-lr": tune_lr.app, "placements": placements.app}
+    commands["train"] = train.app
     commands["block-diagonal"] = study.app
     top = program("python -m papers", "The papers' statements, and experiments.", commands, EXAMPLES, fails)
     top.command(list_rows, name="list")

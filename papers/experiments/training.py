@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +17,33 @@ from hessiankit.support.progress import progress_bar
 
 def updates(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     batch: Callable[[], tuple[Tensor, Tensor]],
     loss: Callable[[Tensor, Tensor], Tensor],
     steps: Iterable[int],
     *,
     clip: float = math.inf,
-    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+    schedule: Any = None,
+    micro: int | None = None,
+    mean: Callable[[float], float] = float,
 ) -> Iterator[tuple[int, float]]:
     """Update a model in place, and yield (step, loss of its batch before the update) after each update.
 
     Where a loss is not finite it is yielded without an update, and the run ends.
 
-    ``clip`` bounds the norm of the gradient; the schedule is stepped after each update.
+    ``clip`` bounds the norm of the gradient; the schedule is stepped after each update. ``micro`` is the largest number of
+    samples that memory holds at once: gradients of parts of a batch are added up. ``mean`` averages the loss over the ranks.
     """
     for step in steps:
         inputs, targets = batch()
-        scalar = loss(model(inputs), targets)
-        value = float(scalar.detach())
-        if math.isfinite(value):
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
+        size, value = micro or len(inputs), 0.0
+        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+            scalar = loss(model(x), y) * (len(x) / len(inputs))
             scalar.backward()
+            value += float(scalar.detach())
+        value = mean(value)
+        if math.isfinite(value):
             if clip < math.inf:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()

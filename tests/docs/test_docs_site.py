@@ -113,6 +113,11 @@ def test_no_page_shows_markup(pages: dict[str, Page]) -> None:
             assert not re.search(r"\$[^$]+\$|:(func|class|meth):|>>> |::: ", page.text), name
 
 
+def test_the_page_of_experiments_is_that_of_the_catalogue() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "_site" / "experiments_page.py"))["page"]()
+    assert made == (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8"), "run: python docs/_site/experiments_page.py"
+
+
 def test_gallery_is_made_of_the_pictures_that_there_are() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "_site" / "gallery.py"))["page"]()
     assert made == (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8"), "run: python docs/_site/gallery.py"

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from figure_sizes import CURVATURE, DIGITS, RUNS, SHARPNESS
+from figure_sizes import CURVATURE, DIGITS, RUNS
 
-from figures import _digits, _kit, _sharpness_runs
+from figures import _digits, _kit, _trained
 
 DPI = _kit.DPI
 
@@ -36,7 +36,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
             module = import_module(f"figures.{name}")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(_digits, "QUICK", DIGITS)
-                patch.setattr(_sharpness_runs, "_SMALLER", SHARPNESS)
+                patch.setattr(_trained, "QUICK", {**RUNS, **CURVATURE}[name].runs)
                 for attribute, value in {**RUNS, **CURVATURE}[name].patches(module).items():
                     patch.setattr(module, attribute, value)
                 made[name] = {path.name.removeprefix(name): path for path in module.draw(out, quick=True)}

@@ -4,52 +4,66 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from figure_files import read
 
-from figures._depth_models import Size
-from figures._runs import ByteSpec
 from papers import claims
+from papers.experiments.spec import Spec
 from papers.experiments.tuning.experiment import Setting
 
 DIGITS = {"d_model": 4, "d_ff": 6}
-SIZE = Size(layers=3, d_model=8, heads=2, length=8, batch_size=2, steps=3, windows=4)
-LONGER = replace(SIZE, steps=16)
-RUN = ByteSpec(
+SIZE = {"layers": 3, "d_model": 8, "heads": 2, "d_ff": 20, "length": 8, "batch_size": 2, "steps": 3, "windows": 4}
+LONGER = {**SIZE, "steps": 16}
+WIDTHS = {name: SIZE[name] for name in SIZE if name != "layers"}
+RUN = Spec(
     "small", layers=1, d_model=8, heads=2, length=8, batch_size=2, steps=12, every=5, windows=4, evaluations=3, lr=0.01, kept=(5,)
 )  # fmt: skip
 SETTING = Setting(steps=6, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=4)
-SHARPNESS = {"layers": 2, "d_model": 16, "heads": 2, "length": 16, "batch_size": 4, "steps": 40, "every": 20, "windows": 16}
+FOLLOWED = {
+    "layers": 2,
+    "d_model": 16,
+    "heads": 2,
+    "length": 16,
+    "batch_size": 4,
+    "steps": 40,
+    "every": 20,
+    "windows": 16,
+    "kept": (0, 20),
+}
 
 
 @dataclass(frozen=True)
 class Small:
-    """The ends of the files that a figure writes, and what is patched in its module for a quick mode at the size of a test."""
+    """The ends of the files that a figure writes, and what makes its quick mode a test: attributes of the runs of its experiments,
+    and what is patched in its module."""
 
     files: str
     patches: Callable[[Any], dict[str, Any]] = lambda module: {}
+    runs: dict[str, Any] = field(default_factory=dict)
 
 
 RUNS = {
-    "curse_of_depth_2_3_6": Small(".png .csv _angles.csv _verdicts.json", lambda m: {"TINY": SIZE, "WINDOWS": 6}),
-    "curse_of_depth_4_8": Small(".png .csv _laws.csv _verdicts.json", lambda m: {"TINY": SIZE}),
+    "curse_of_depth_2_3_6": Small(".png .csv _angles.csv _verdicts.json", lambda m: {"WINDOWS": 6}, SIZE),
+    "curse_of_depth_4_8": Small(".png .csv _laws.csv _verdicts.json", runs=SIZE),
     "curse_of_depth_7": Small(
         ".png .csv _variances.csv _verdicts.json",
-        lambda m: {"TINY": replace(SIZE, layers=2), "TINY_VISION": replace(m.TINY_VISION, blocks=2, steps=4, every=2)},
+        lambda m: {"TINY_VISION": replace(m.TINY_VISION, blocks=2, steps=4, every=2)},
+        {**SIZE, "layers": 2},
     ),
     "hybridnorm_4_5": Small(
         ".png _losses.csv _differences.csv _gradients.csv _ratios.csv _verdicts.json",
-        lambda m: {"QUICK": m.Settings(LONGER, (0, 1), SIZE, (0, 1), (2, 4), (0,))},
+        lambda m: {"QUICK_DEPTHS": (2, 4)},
+        LONGER,
     ),
-    "hybridnorm_table_3": Small(".png .csv _runs.csv _verdicts.json", lambda m: {"TINY": LONGER, "QUICK_SEEDS": (0, 1)}),
-    "hybridnorm_tables_4_5": Small(
-        ".png .csv _verdicts.json", lambda m: {"TINY": replace(SIZE, layers=2), "QUICK_DEPTHS": (1, 2)}
+    "hybridnorm_table_3": Small(".png .csv _runs.csv _verdicts.json", lambda m: {"QUICK_SEEDS": (0, 1)}, LONGER),
+    "hybridnorm_tables_4_5": Small(".png .csv _verdicts.json", runs=WIDTHS),
+    "sharpness_disparity_1_2_9": Small(".csv _distribution.csv _types.png _layers.png _verdicts.json", runs=FOLLOWED),
+    "sharpness_disparity_3_8": Small(
+        "_sharpness.csv _norms.csv _quotients.csv _sharpness.png _norms.png _verdicts.json", runs=FOLLOWED
     ),
-    "sharpness_disparity_1_2_9": Small(".csv _distribution.csv _types.png _layers.png _verdicts.json"),
-    "sharpness_disparity_3_8": Small("_sharpness.csv _norms.csv _quotients.csv _sharpness.png _norms.png _verdicts.json"),
     "sharpness_disparity_4_10_table_2": Small(
         ".csv _searches.csv _curves.csv _verdicts.json .png", lambda m: {"QUICK": m.Protocol(SETTING, (0.03, 0.06), 3, 2)}
     ),
@@ -57,6 +71,7 @@ RUNS = {
         ".png .csv _sharpness.csv _verdicts.json", lambda m: {"TINY": replace(m.TINY, setting=SETTING)}
     ),
 }
+RUNS["trained_arms"] = Small(".png .csv _verdicts.json", runs={"steps": 2, "batch_size": 2, "windows": 4})
 CURVATURE = {
     "analytic_minus_empirical": Small(".png .csv .json"),
     "approximations": Small(".png .csv .json _tables.md", lambda m: {"QUICK": m.Settings(("pre",), (0, 1), 4, 4, 6, 2)}),

@@ -23,10 +23,10 @@ from figures import _digits, _kit, _session, accepted, curvature_gap_7_11, names
 from figures.__main__ import main
 from figures._digits import ImageSpec
 from figures._kit import cached, page, save, style, write_verdicts
-from figures._runs import byte_run
-from figures._store import NOTHING, keep, recall
 from figures._verdicts import Part, Status, Verdict, above_zero, in_every, unreached
 from hessiankit.support.errors import InputError
+from papers.experiments.runs import kept_run
+from papers.experiments.store import NOTHING, keep, recall
 from papers.experiments.tuning.experiment import RunSpec, Setting, run
 from papers.experiments.tuning.verdict import mean_interval
 
@@ -45,7 +45,7 @@ def test_list_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sources_are_checked_before_anything_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert accepted("sharpness_disparity_3_8") == ["text"]
+    assert accepted("sharpness_disparity_3_8") == ["text", "run"]
     for arguments, message in (
         (["--images", str(tmp_path / "none")], "there is no such file or folder; nothing is downloaded"),
         (["--text", str(tmp_path)], "curvature_gap_5 has no --text; it is of: curse_of_depth_2_3_6, "),
@@ -107,7 +107,7 @@ def test_an_answer_is_kept_until_its_key_or_the_code_changes(tmp_path: Path, mon
 
 def test_a_run_is_that_of_tune_lr(tmp_path: Path) -> None:
     setting = Setting(steps=12, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=4)
-    found, reference = byte_run(RUN, tmp_path), run(RunSpec(setting, 0.01))
+    found, reference = kept_run(RUN, tmp_path), run(RunSpec(setting, 0.01))
     assert found.steps == reference.steps == (0, 4, 8, 12)
     assert found.losses == reference.losses
     assert len(found.train_losses) == 12

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from figure_files import read
-from figure_sizes import LONGER, RUNS, SHARPNESS, SIZE, check_files
+from figure_sizes import FOLLOWED, LONGER, RUNS, SIZE, check_files
 from scipy import stats
 from torch import Tensor, nn
 
-from figures import _sharpness_runs, curse_of_depth_2_3_6, hybridnorm_4_5, sharpness_disparity_1_2_9
-from figures._depth_models import Size, llama, olmo
-from figures._runs import ByteSpec, byte_run, measured_on, model_of
-from figures.sharpness_disparity_6_7_11 import AdamMini, Lion
+from figures import sharpness_disparity_1_2_9
+from figures.__main__ import main
 from hessiankit.blocks import Transformer
 from hessiankit.cli.text import load_text
+from papers.experiments.catalogue import specs
+from papers.experiments.optimizers import AdamMini, Lion
+from papers.experiments.runs import kept_run, measured_on, train_run
+from papers.experiments.spec import Spec, model_of
 
-TINY = ByteSpec(
+TINY = Spec(
     "tiny", layers=1, d_model=4, heads=2, length=4, batch_size=2, steps=5, every=0, windows=4, evaluations=1, draws=100
 )  # fmt: skip
 
 
-def held_out(model: Transformer, size: Size, windows: int | None = None) -> float:
-    inputs, targets = load_text(split="validation").windows(size.length, windows or size.windows)
+def spec_of(experiment: str, model: str, method: str, size: dict[str, Any], seed: int = 0) -> Spec:
+    """The description of a run that a quick figure reads."""
+    return specs(experiment, "tiny", seeds=(seed,), text="stdlib", **size)[model, method][0]
+
+
+def held_out(model: Transformer, size: dict[str, Any], windows: int | None = None) -> float:
+    inputs, targets = load_text(split="validation").windows(size["length"], windows or size["windows"])
     with torch.no_grad():
         return F.cross_entropy(model.double()(inputs).flatten(0, 1), targets.flatten()).item()
 
@@ -55,15 +63,15 @@ def test_angles_and_drops(drawn):
     """Of one method: the mean angle over its seeds between all layers, and the rise of the loss without each block."""
     files, method = drawn("curse_of_depth_2_3_6"), "LNS"
     rows = {(int(row["seed"]), int(row["block"])): row for row in read(files[".csv"]) if row["method"] == method}
-    inputs, _ = load_text(split="validation").windows(SIZE.length, 6)
-    mean = torch.zeros(SIZE.layers + 1, SIZE.layers + 1, dtype=torch.float64)
-    for seed in curse_of_depth_2_3_6.SEEDS:
-        model = byte_run(llama(method, SIZE, seed), files[".csv"].parent).model().eval()
+    inputs, _ = load_text(split="validation").windows(SIZE["length"], 6)
+    mean = torch.zeros(SIZE["layers"] + 1, SIZE["layers"] + 1, dtype=torch.float64)
+    for seed in (0, 1):
+        model = kept_run(spec_of("curse-of-depth/fig3", "130M", method, SIZE, seed), files[".csv"].parent).model().eval()
         units = [F.normalize(x.double(), dim=-1) for x in stream(model, inputs)]
-        for i, j in product(range(SIZE.layers + 1), repeat=2):
-            mean[i, j] += (units[i] * units[j]).sum(-1).clamp(-1, 1).arccos().mean() / math.pi / len(curse_of_depth_2_3_6.SEEDS)
+        for i, j in product(range(SIZE["layers"] + 1), repeat=2):
+            mean[i, j] += (units[i] * units[j]).sum(-1).clamp(-1, 1).arccos().mean() / math.pi / 2
         blocks, loss = model.blocks, held_out(model, SIZE, 6)
-        for k in range(SIZE.layers):
+        for k in range(SIZE["layers"]):
             model.blocks = nn.ModuleList([block for j, block in enumerate(blocks) if j != k])
             assert float(rows[seed, k + 1]["loss rise without it"]) == pytest.approx(held_out(model, SIZE, 6) - loss, abs=2e-6)
     for row in (row for row in read(files["_angles.csv"]) if row["method"] == method):
@@ -73,20 +81,41 @@ def test_angles_and_drops(drawn):
 
 @pytest.mark.slow
 def test_variance_and_laws(drawn):
-    files, spec = drawn("curse_of_depth_4_8"), llama("LNS", SIZE, 1)
+    files, spec = drawn("curse_of_depth_4_8"), spec_of("curse-of-depth/fig4", "130M", "LNS", SIZE, 1)
     own = [row for row in read(files[".csv"]) if (row["method"], row["seed"]) == ("LNS", "1")]
     rows = {(int(row["step"]), int(row["output of block"])): float(row["variance"]) for row in own}
     inputs = torch.cat([x for x, _ in measured_on(spec)])
-    for step, model in ((0, model_of(spec)), (SIZE.steps, byte_run(spec, files[".csv"].parent).model())):
+    for step, model in ((0, model_of(spec)), (SIZE["steps"], kept_run(spec, files[".csv"].parent).model())):
         for block, x in enumerate(stream(model.eval(), inputs)):
             assert rows[step, block] == pytest.approx(float(x.double().var(-1, correction=0).mean()), rel=2e-5)
-    laws = [row for row in read(files["_laws.csv"]) if (row["method"], row["seed"], int(row["step"])) == ("LNS", "1", SIZE.steps)]
+    laws = [
+        row for row in read(files["_laws.csv"]) if (row["method"], row["seed"], int(row["step"])) == ("LNS", "1", SIZE["steps"])
+    ]
     assert sorted(row["law"] for row in laws) == ["exponential", "linear", "logarithmic", "quadratic"]
-    y = np.array([rows[SIZE.steps, block] for block in range(SIZE.layers + 1)])
+    y = np.array([rows[SIZE["steps"], block] for block in range(SIZE["layers"] + 1)])
     (linear,) = (row for row in laws if row["law"] == "linear")
     slope, intercept = np.polyfit(np.arange(1, len(y) + 1), y, 1)
     assert (float(linear["b"]), float(linear["a"])) == pytest.approx((slope, intercept), rel=1e-3)
     assert float(linear["r_squared"]) == pytest.approx(np.corrcoef(np.arange(len(y)), y)[0, 1] ** 2, abs=1e-4)
+
+
+def test_a_figure_draws_the_runs_of_a_folder(tmp_path, capsys):
+    """The runs that ``python -m papers train`` wrote, with verdicts of their size; the tiny models are not trained again."""
+    sizes = {**SIZE, "layers": 4, "evaluations": 2}
+    for own in specs("curse-of-depth/fig4", "tiny", seeds=(3,), **sizes).values():
+        run = train_run(own[0], tmp_path / "runs" / own[0].name)
+    words = ["curse_of_depth_4_8", "trained_arms", "--run", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    assert main(words) == 0
+    rows = read(tmp_path / "curse_of_depth_4_8.csv")
+    assert {(row["method"], row["seed"]) for row in rows} == {(name, "3") for name in ("Pre-LN", "Pre-LN, scaled init", "LNS")}
+    last = [float(row["variance"]) for row in rows if (row["method"], row["step"]) == (run.spec.arm, str(SIZE["steps"]))]
+    assert last == pytest.approx(run.log.series("depth", "stream", "variance")[-1], rel=1e-5)
+    (losses,) = (row for row in read(tmp_path / "trained_arms.csv") if row["method"] == run.spec.arm)
+    assert float(losses["held-out loss"]) == pytest.approx(run.losses[-1], rel=1e-5)
+    assert "1 seed; 4 blocks of width 8" in (tmp_path / "curse_of_depth_4_8_verdicts.json").read_text()
+    assert not (tmp_path / "cache").exists()
+    assert main(["hybridnorm_table_3", *words[2:]]) == 1
+    assert "has no finished run of Pre-Norm, normal, " in capsys.readouterr().err
 
 
 # HybridNorm
@@ -98,12 +127,15 @@ def test_held_out_losses_of_first_blocks(drawn):
     losses = {
         (row["first block"], row["seed"]): float(row["held-out loss"])
         for row in read(files["_losses.csv"])
-        if int(row["step"]) == LONGER.steps
+        if int(row["step"]) == LONGER["steps"]
     }
-    model = byte_run(olmo(hybridnorm_4_5.FIRST_BLOCKS["HybridNorm*"], "megatron", LONGER, 1), files[".png"].parent).model()
+    spec = spec_of("hybridnorm/fig4", "550M", "HybridNorm*", LONGER, 1)
+    model = kept_run(spec, files[".png"].parent).model()
     assert losses["HybridNorm*", "1"] == pytest.approx(held_out(model, LONGER), rel=1e-5)
     less = np.array([losses["EmbedNorm", seed] - losses["HybridNorm", seed] for seed in "01"])
-    last = next(r for r in read(files["_differences.csv"]) if (r["first block"], int(r["step"])) == ("EmbedNorm", LONGER.steps))
+    last = next(
+        r for r in read(files["_differences.csv"]) if (r["first block"], int(r["step"])) == ("EmbedNorm", LONGER["steps"])
+    )
     interval = stats.t.interval(0.95, 1, less.mean(), stats.sem(less))
     assert (float(last["low"]), float(last["high"])) == pytest.approx(interval, abs=2e-4)
 
@@ -124,10 +156,10 @@ def exact_diagonal(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_the_estimate_of_the_figures_is_that_of_the_exact_fisher_information(tmp_path):
-    report = sharpness_disparity_1_2_9.measure(TINY, tmp_path)
+    report = sharpness_disparity_1_2_9.measure(kept_run(TINY, tmp_path))
     assert report.draws == 200
     ((inputs, _),) = measured_on(TINY)
-    diagonal = exact_diagonal(byte_run(TINY, tmp_path).model().double(), inputs)
+    diagonal = exact_diagonal(kept_run(TINY, tmp_path).model().double(), inputs)
     types = {
         "Emb": ("embedding.",), "QK": ("W_Q", "W_K"), "VO": ("W_V", "W_O"), "FFN": ("W_1", "W_2"), "Norm": ("norm",),
     }  # fmt: skip
@@ -143,10 +175,8 @@ def test_norms_quotients_and_the_order_are_those_of_the_kept_models(drawn):
     files = drawn("sharpness_disparity_3_8")
     norms = {(r["model"], r["panel"], r["norm_of"], int(r["step"])): float(r["norm"]) for r in read(files["_norms.csv"])}
     quotients = {(r["model"], r["matrix"], r["of"], int(r["step"])): r for r in read(files["_quotients.csv"])}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sharpness_runs, "_SMALLER", SHARPNESS)
-        spec = dict(_sharpness_runs.specs(True))["GPT-2-like"]
-    run = byte_run(spec, files["_norms.csv"].parent)
+    spec = spec_of("sharpness-disparity/fig3", "GPT-2-like", "AdamW", FOLLOWED)
+    run = kept_run(spec, files["_norms.csv"].parent)
     blocks = [dict(block.named_parameters()) for block in run.model(40).blocks]
     down, gain = (np.array([float(b[name].detach().norm()) for b in blocks]) for name in ("feedforward.W_2", "norm_2.weight"))
     assert norms["GPT-2-like", "FFN", "W_2", 40] == pytest.approx(down.mean(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Every row of the ledger that a page, a docstring or a comment cites exists, under its full id."""
+"""Every row of the ledger, and every experiment, that a page, a docstring or a comment cites exists, under its full id."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hessiankit.theory.formulas.theorems import find
 from papers import PAPERS, claims
+from papers.experiments.catalogue import EXPERIMENTS, NO_RUN
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -27,9 +28,10 @@ def cited(path: Path) -> set[str]:
 
 def test_every_citation_is_of_a_row_by_its_whole_id() -> None:
     ids = {row.id for row in claims()}
+    experiments = {*EXPERIMENTS, *NO_RUN}  # as python -m papers train names them
     for path in FILES:
         text = path.read_text(encoding="utf-8")
-        assert not {id for id in cited(path) if id not in ids and find(id) is None}, path
+        assert not {id for id in cited(path) if id not in ids | experiments and find(id) is None}, path
         assert set(ANCHOR.findall(text)) <= {id.replace("/", "-") for id in ids}, path
         assert not OLD.search(text), f"{path}: cite rows as paper/name"
 

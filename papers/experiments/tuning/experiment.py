@@ -147,13 +147,13 @@ class RunResult:
         return has_diverged(self.losses)
 
 
-def has_diverged(losses: Sequence[float]) -> bool:
-    """Return whether a run's losses end :data:`SPIKE` above their own best, above log 256, or with no number.
+def has_diverged(losses: Sequence[float], vocabulary: int = VOCAB_SIZE) -> bool:
+    """Return whether a run's losses end :data:`SPIKE` above their own best, above a uniform guess, or with no number.
 
     >>> has_diverged((5.5, 2.0, 2.6)), has_diverged((5.5, 2.0, 2.4)), has_diverged((5.5, math.inf))
     (True, False, True)
     """
-    return not losses[-1] <= min(min(losses) + SPIKE, math.log(VOCAB_SIZE))
+    return not losses[-1] <= min(min(losses) + SPIKE, math.log(vocabulary))
 
 
 def run(spec: RunSpec) -> RunResult:
@@ -204,8 +204,8 @@ def adamw(
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of logits (B, L, V) and next tokens (B, L)."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """Return the mean cross entropy of logits (..., V) and next tokens or classes (...)."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def model_of(setting: Setting, seed: int) -> Transformer:
@@ -242,7 +242,7 @@ def held_out_loss(model: nn.Module, windows: tuple[Tensor, Tensor], chunk: int =
     """Return the mean cross entropy (nats a byte) of fixed windows, ``chunk`` of them at a time."""
     inputs, targets = windows
     total = sum(
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").double()
+        F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum").double()
         for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True)
     )
     return float(total) / targets.numel()

@@ -1,9 +1,10 @@
-"""Files that figures reuse: written atomically, checked by digest when read, and set aside with a message where damaged."""
+"""Files that runs and figures reuse: written atomically, checked by digest, and set aside with a message where damaged."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import plain as toolkit_plain
 from hessiankit.support.files import write_bytes
 
 DIGEST = 32
@@ -106,17 +108,58 @@ def recall(path: Path, identity: Any, *, exclusive: bool = True) -> Any:
     stored = read(path)
     if stored is None:
         return NOTHING
-    expected, content = stored[:DIGEST], stored[DIGEST:]
-    if _digest(content) != expected:
+    found = _content(stored)
+    if found is None:
         set_aside(path, "its content does not fit its checksum")
-        return NOTHING
-    found = torch.load(io.BytesIO(content), weights_only=True)
-    if found["identity"] == identity:
+    elif found["identity"] == identity:
         return found["answer"]
-    if exclusive:
+    elif exclusive:
         set_aside(path, "it is of something else")
     return NOTHING
 
 
+def recall_any(path: Path) -> tuple[Any, Any]:
+    """Return what :func:`keep` wrote, whatever it is the answer to: its identity and the answer.
+
+    Raises:
+        InputError: The file is missing or damaged.
+    """
+    found = _content(read(path) or b"")
+    if found is None:
+        raise InputError(f"{path} is missing or damaged; expected the file that a finished run writes")
+    return found["identity"], found["answer"]
+
+
+def _content(stored: bytes) -> Any:
+    """Return what a file holds, None where its checksum does not fit."""
+    expected, content = stored[:DIGEST], stored[DIGEST:]
+    return torch.load(io.BytesIO(content), weights_only=True) if content and _digest(content) == expected else None
+
+
 def _digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
+
+
+def plain(x: Any) -> Any:
+    """Return data as JSON holds it: dataclasses and mappings as dicts, tensors and tuples as lists, inf and NaN as None.
+
+    >>> plain({"a": (1, float("inf")), 2: torch.tensor([0.5])})
+    {'a': [1, None], '2': [0.5]}
+    """
+    return toolkit_plain(x, lambda number: None)
+
+
+def short_digest(data: Any) -> str:
+    """Return ten hexadecimal digits that tell data from others.
+
+    >>> short_digest({"a": 1}) == short_digest({"a": 1}) != short_digest({"a": 2})
+    True
+    """
+    return hashlib.sha256(json.dumps(plain(data), sort_keys=True).encode()).hexdigest()[:10]
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Record gradients, whatever context the caller is in: torch.no_grad or torch.inference_mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield

@@ -1,57 +1,33 @@
-"""The two training runs that the figures of The Sharpness Disparity Principle read of, and the order that the paper prints."""
+"""The order of the block types that The Sharpness Disparity Principle prints, and what runs show of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
-from figures._runs import ByteSpec
-from figures._scales import scale_of
 from figures._verdicts import unreached
-from hessiankit.cli.text import VOCAB_SIZE
 from hessiankit.training.sharpness import SharpnessReport
+from papers.experiments.spec import Spec, scale_of
 
 PRINTED = ("Emb", "QK", "FFN", "VO", "Norm")
 """Eq. (1), from flat to sharp."""
 
-_GPT_2 = ByteSpec(
-    "gpt2-like", layers=4, steps=1000, lr=4e-3, every=100, draws=8, batches=4,
-    kept=(0, 10, 20, 50, 100, 200, 300, 400, 500, 600, 700, 800, 900),
-)  # fmt: skip
-_LLAMA = replace(_GPT_2, name="llama-like", norm="rmsnorm", activation="swiglu", rotary=True, tied=False, d_ff=176)
-_SMALLER = {"layers": 2, "d_model": 32, "heads": 2, "length": 32, "batch_size": 8, "steps": 60, "every": 20, "windows": 64}
 
-
-def specs(quick: bool, text: str = "stdlib") -> dict[str, ByteSpec]:
-    """Return the runs by title: GPT-2's block and Llama's, with the paper's optimiser at about a thousandth of its size.
-
-    >>> [spec.tied for spec in specs(True).values()]
-    [True, False]
-    """
-    both = {"GPT-2-like": replace(_GPT_2, text=text), "LLaMA-like": replace(_LLAMA, text=text)}
-    if not quick:
-        return both
-    return {
-        title: replace(spec, **{**_SMALLER, "d_ff": spec.d_ff and 88, "kept": (0, 20, 40), "batches": 2, "draws": 4})  # type: ignore[arg-type]
-        for title, spec in both.items()
-    }
-
-
-def diluted(kind: str) -> str:
+def diluted(kind: str, vocabulary: int = 256) -> str:
     """Return what a comparison with a type needs and these runs do not reach: the size of the vocabulary divides S(Emb).
 
     >>> diluted("Emb"), diluted("QK")
     ('vocabulary: 256 here, 50 304 in print', '')
     """
-    return unreached(vocabulary=(VOCAB_SIZE, 50_304)) if kind == "Emb" else ""
+    return unreached(vocabulary=(vocabulary, 50_304)) if kind == "Emb" else ""
 
 
-def scale_of_both(both: Mapping[str, ByteSpec]) -> str:
+def scale_of_both(both: Mapping[str, Spec]) -> str:
     """Return the size of the runs in words, the parameters of each.
 
-    >>> scale_of_both(specs(True))[:52]
-    'GPT-2-like and LLaMA-like; 1 seed; 2 blocks of width'
+    >>> scale_of_both({"A": Spec("a", d_model=8, heads=2), "B": Spec("b")})[:34]
+    'A and B; 1 seed; 3 blocks of width'
     """
     return f"{' and '.join(both)}; {scale_of(next(iter(both.values())), 1)}"
 
