@@ -164,6 +164,17 @@ def test_report_prints_and_draws(tmp_path: Any) -> None:
     assert_one_clear_error(lambda: found["shampo"], "name='shampo' is not known")
 
 
+def test_products_of_a_single_precision_module_agree_with_the_dense_measures() -> None:
+    names, options = ["diagonal", "ekfac", "low-rank"], {"loss": "cross_entropy", "against": "ggn", "rank": 4}
+    dense = hk.approximations(perceptron(), X, Y, of=names, **options)
+    found = hk.approximations(perceptron().float(), X.float(), Y, of=names, method="products", products=100, **options)
+    assert found.spectral == pytest.approx(dense.spectral, rel=1e-3)
+    for name in names:
+        a, b = dense[name].measures, found[name].measures
+        assert abs(b.frobenius.value - a.frobenius.value) <= 2 * b.frobenius.half_width + 1e-4
+        assert b.step_cosine == pytest.approx(a.step_cosine, abs=1e-3)
+
+
 def test_what_cannot_be_made_is_left_out_with_its_reason() -> None:
     found = hk.approximations(perceptron(), X, T, loss=lambda z, t: (z - t).pow(4).mean())
     assert not {"kfac", "layer"} & set(found.found)

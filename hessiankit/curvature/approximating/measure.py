@@ -140,7 +140,7 @@ class ProductTruth:
         self._start = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu").to(
             operator.device, operator.torch_dtype
         )
-        self._signs = random_signs(size, min(products // 2, size - 1), generator).to(operator.device)
+        self._signs = random_signs(size, min(products // 2, size - 1), generator).to(self._start)
         top, bottom = self._largest(operator.__matmul__, "A"), 0.0
         if not positive:
             bottom = -self._largest(lambda v: -(operator @ v), "-A")
