@@ -260,7 +260,8 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         figure = page(7.6, 5.2)
         measures = draw_run(figure, 0.075, runs[shown], "rate raised by 5 % a step from step 60")
         draw_run(figure, 0.575, stable_runs[calm], "rate 0.003 throughout")
-        measures.legend(fontsize=6, loc="upper left")
+        measures.set_xlim(left=-60)  # room for the key
+        measures.legend(fontsize=6, loc="upper left", frameon=True, edgecolor="none")
         draw_leads(figure.add_axes((0.075, 0.085, 0.24, 0.38)), runs, stable_runs)
         draw_types(figure.add_axes((0.61, 0.085, 0.365, 0.38)), types)
         picture = save(figure, out / f"{NAME}{suffix}")
