@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
@@ -51,6 +55,47 @@ class Meter(TorchDispatchMode):
                 self.live -= size
 
         self._watched[at] = weakref.ref(x, release)
+
+
+class BytesAlive(TorchDispatchMode):
+    """Counts the bytes alive of all storages that operations have met, also of those that are resized.
+
+    Args:
+        *known: Tensors that are there before.
+    """
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}
+        self.marked = 0
+        self._look(known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._look(tree_leaves((args, kwargs, out)))
+        return out
+
+    def mark(self) -> None:
+        """Note the bytes that are alive now; the most of all times are ``marked``."""
+        alive = {at: UntypedStorage._new_with_weak_ptr(ref.cdata) for at, ref in self._storages.items()}
+        self._storages = {at: self._storages[at] for at, storage in alive.items() if storage is not None}
+        self.marked = max(self.marked, sum(storage.nbytes() for storage in alive.values() if storage is not None))
+
+    def _look(self, values: Iterable[Any]) -> None:
+        for x in values:
+            if isinstance(x, Tensor) and not isinstance(x, DTensor):
+                storage = x.untyped_storage()
+                known = self._storages.get(storage._cdata)
+                if known is None or known.expired():
+                    self._storages[storage._cdata] = StorageWeakRef(storage)
+
+
+class PeakBytes(BytesAlive):
+    """Marks the bytes that are alive after every operation."""
+
+    def _look(self, values: Iterable[Any]) -> None:
+        super()._look(values)
+        self.mark()
 
 
 def tensors(x: Any) -> list[Tensor]:

@@ -44,11 +44,11 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from hessiankit.curvature.tensor_operator import TensorOperator
+from hessiankit.curvature.tensor_operator import TensorOperator, by_all_processes
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain
-from hessiankit.support.inner_products import check_sums
+from hessiankit.support.inner_products import entries, holding, summed
 from hessiankit.support.tables import Piece, Printed, table
 
 LEAST = 6  # products
@@ -99,6 +99,7 @@ class ScalarEstimates(Printed):
         products: Products with the matrix that were taken.
         level: Confidence level of each interval.
         kind: Kind of the operator of a module; the class of any other.
+        size: Number of rows P of the matrix.
         seconds: Time taken.
     """
 
@@ -110,25 +111,26 @@ class ScalarEstimates(Printed):
     products: int
     level: float
     kind: str
+    size: int
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the diagonal as plain Python values."""
-        about = {"parameters": self.diagonal.numel(), "kind": self.kind, "products": self.products, "level": self.level}
+        about = {"parameters": self.size, "kind": self.kind, "products": self.products, "level": self.level}
         numbers = plain({name: getattr(self, name) for name in ("trace", "frobenius_squared", "traces", "seconds")}, float)
         return {**about, **numbers}
 
     @property
     def words(self) -> str:
         """The reliability of the numbers, in words."""
-        if self.products == self.diagonal.numel():
+        if self.products == self.size:
             return f"exact up to rounding, from {self.products:,} products"
         held = f"those of 95 % held {HELD[self.products >= FEW]} to 100 % of the time where that was measured, docs/intervals.md"
         return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals ({held})"
 
     def _headline(self) -> str:
         what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
-        return f"{what}, {self.diagonal.numel():,} parameters: trace {self.trace}, |H|_F^2 {self.frobenius_squared}; {self.words}"
+        return f"{what}, {self.size:,} parameters: trace {self.trace}, |H|_F^2 {self.frobenius_squared}; {self.words}"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -137,6 +139,7 @@ class ScalarEstimates(Printed):
 
 
 @checked("scalar_estimates", leave=("operator",))
+@by_all_processes
 def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: float = 0.95, seed: int = 0) -> ScalarEstimates:
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 
@@ -167,7 +170,6 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     """
     start = time.perf_counter()
     who = "scalar_estimates"
-    check_sums("scalar_estimates", operator)
     if not isinstance(operator, TensorOperator) or operator.shape[0] != operator.shape[1]:
         raise InputError(f"{who}: operator is a {type(operator).__name__}; pass what hessian_operator(...) returns")
     if products < LEAST:
@@ -175,11 +177,13 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     if not 0 < level < 1:
         raise InputError(f"{who}: level={level} is no share of intervals; pass a number between 0 and 1, 0.95 for one")
     slices: dict[str, slice] = getattr(operator, "slices", {})  # only of an operator with parameters by name
-    size, dtype, eps = operator.shape[0], operator.torch_dtype, torch.finfo(operator.torch_dtype).eps
+    size, dtype, eps = operator.size, operator.torch_dtype, torch.finfo(operator.torch_dtype).eps
+    if operator.of_pieces and size <= max(products, SMALL):
+        raise InputError(f"{who}: products={products} of a sharded model with {size} parameters; pass fewer than it has")
 
     def product(vectors: Tensor) -> Tensor:
         products: Tensor = operator @ vectors
-        if not math.isfinite(float(products.sum())) and not bool(torch.isfinite(products).all()):
+        if not math.isfinite(float(summed(products.sum()))) and float(summed((~torch.isfinite(products)).sum())):
             raise InputError(f"{who}: a product with the operator is NaN or infinite, so that nothing can be estimated")
         return products
 
@@ -190,13 +194,13 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
         D, taken = H.diagonal().unsqueeze(1), size
     else:
         generator, half = torch.Generator().manual_seed(seed), products // 2
-        signs = random_signs(size, half, generator).to(operator.device, dtype)
+        signs = random_signs(operator.shape[0], half, generator).to(operator.device, dtype)
         Y = product(signs)
         drawn: Sketch | Means
         if share_outside(Y) <= FLAT:
             drawn = Sketch(product, signs, Y)
         else:
-            others = random_signs(size, half, generator).to(signs)
+            others = random_signs(operator.shape[0], half, generator).to(signs)
             drawn = Means((signs, Y), (others, product(others)))
         trace, squares, D, taken = drawn.trace(), drawn.squares(), drawn.diagonal(), 2 * half
         blocks = [drawn.block(rows) for rows in slices.values()]
@@ -205,7 +209,7 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     def estimate(sample: Sample, scale: float) -> Estimate:
         return Estimate(sample.mean, sample.half_width(level) + SUM_ROUNDING * eps * scale)
 
-    sizes = (rows.stop - rows.start for rows in slices.values())
+    sizes = summed(torch.tensor([rows.stop - rows.start for rows in slices.values()], device="cpu")).tolist()
     return ScalarEstimates(
         estimate(trace, math.sqrt(size) * norm),  # the sum of |eigenvalues| is at most sqrt(P) |H|_F
         estimate(squares, norm**2),
@@ -215,13 +219,18 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
         taken,
         level,
         getattr(operator, "kind", type(operator).__name__),
+        size,
         time.perf_counter() - start,
     )
 
 
 def random_signs(size: int, count: int, generator: torch.Generator) -> Tensor:
     """Return vectors of random signs, (size, count), in float64, each contiguous, as those of products are."""
-    return torch.randint(2, (count, size), generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1).T
+
+    def draw(n: int) -> Tensor:
+        return torch.randint(2, (n,), generator=generator, dtype=torch.float64, device="cpu")
+
+    return torch.stack([holding().drawn(draw, size) for _ in range(count)]).mul_(2).sub_(1).T
 
 
 def share_outside(Y: Tensor) -> float:
@@ -232,7 +241,7 @@ def share_outside(Y: Tensor) -> float:
     >>> share_outside(torch.eye(3)[:, :2]), round(share_outside(torch.ones(3, 2)), 5)
     (1.0, 0.0)
     """
-    G = (Y.T @ Y).double()
+    G = summed(Y.T @ Y).double()
     total = float(G.trace())
     ridge = len(G) * torch.finfo(Y.dtype).eps * total
     G.diagonal().add_(ridge)
@@ -282,7 +291,7 @@ class Means:
     """
 
     def __init__(self, *draws: tuple[Tensor, Tensor]) -> None:
-        self.lengths = torch.cat([Y.square().sum(0).double() for _, Y in draws])
+        self.lengths = summed(torch.cat([Y.square().sum(0).double() for _, Y in draws]))
         self.values = torch.cat([signs.mul_(Y).T for signs, Y in draws]).T
 
     def trace(self) -> Sample:
@@ -299,7 +308,7 @@ class Means:
 
     def block(self, rows: slice) -> Sample:
         """Return values of the sum of the diagonal's entries in some rows."""
-        return Sample(self.values[rows].sum(0).double())
+        return Sample(summed(self.values[rows].sum(0).double()))
 
 
 class Sketch:
@@ -311,7 +320,8 @@ class Sketch:
     def __init__(self, product: Callable[[Tensor], Tensor], signs: Tensor, Y: Tensor) -> None:
         self.signs, Y, dtype = signs.double(), Y.double(), signs.dtype
         k = signs.shape[1]
-        self.Q, self.R = torch.linalg.qr(Y)
+        self.size = entries(Y[:, 0])
+        self.Q, self.R = holding().qr(Y)
         self.Z = product(self.Q.to(dtype)).double()
         spread = torch.linalg.svdvals(self.R)
         if float(spread[-1]) <= k * torch.finfo(dtype).eps * float(spread[0]):  # Q holds all of H, with or without any one vector
@@ -320,8 +330,8 @@ class Sketch:
             eye = torch.eye(k, dtype=self.R.dtype, device=self.R.device)
             S = torch.linalg.solve_triangular(self.R, eye, upper=True).T
             self.S = S / S.norm(dim=0)
-        self.W, self.H = self.Q.T @ self.signs, self.Q.T @ self.Z
-        self.ZZ, self.ZY, self.YY = self.Z.T @ self.Z, self.Z.T @ Y, Y.square().sum(0)
+        self.W, self.H = summed(self.Q.T @ self.signs), summed(self.Q.T @ self.Z)
+        self.ZZ, self.ZY, self.YY = summed(self.Z.T @ self.Z), summed(self.Z.T @ Y), summed(Y.square().sum(0))
 
     def trace(self) -> Sample:
         """Return values of tr H."""
@@ -355,7 +365,7 @@ class Sketch:
 
     def block(self, rows: slice) -> Sample:
         """Return values of the sum of the diagonal's entries in some rows."""
-        QZ, W, R = self.Q[rows].T @ self.Z[rows], self.Q[rows].T @ self.signs[rows], self.R
+        QZ, W, R = summed(self.Q[rows].T @ self.Z[rows]), summed(self.Q[rows].T @ self.signs[rows]), self.R
 
         def values(bases: list[Tensor], at: Tensor) -> Tensor:
             measured = [(B * W[:, at]).sum(0) * (B * R[:, at]).sum(0) for B in bases]
@@ -365,7 +375,7 @@ class Sketch:
 
     def _projected(self, bases: list[Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
         """Return P omega in the basis Q, and the factor from |(I - P) omega|^2 to what it is on average."""
-        (size, k), U = self.Q.shape, self.W[:, at]
+        size, k, U = self.size, len(self.R), self.W[:, at]
         for B in bases:
             U = U - B * (B * U).sum(0)
         return U, (size - k + len(bases)) / (size - U.square().sum(0))
@@ -397,7 +407,7 @@ def entry_half_widths(values: Tensor, level: float) -> Tensor:
     >>> entry_half_widths(torch.tensor([[1.0]]), 0.95), entry_half_widths(torch.full((9, 3), 2.0), 0.95)[0]
     (tensor([0.]), tensor(0.))
     """
-    size, k = values.shape
+    size, k = entries(values[:, 0]), values.shape[1]
     if k == 1:
         return torch.zeros_like(values[:, 0])
     wider = WIDER * math.sqrt(size / (size - k)) * float(stdtrit(k - 1, (1 + level) / 2))

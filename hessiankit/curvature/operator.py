@@ -312,9 +312,13 @@ class HessianOperator(SymmetricOperator):
 
     def _check_finite(self, rows: Tensor, products: Tensor) -> None:
         if not bool(torch.isfinite(torch.stack(torch.aminmax(products))).all()) and bool(torch.isfinite(rows).all()):
-            place = next((phrase for b in self._linearised if (phrase := b.origin())), None)
+            place = self._origin()
             named = f": the operation {place}" if place else ""
             raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
+
+    def _origin(self) -> str | None:
+        """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
+        return next((phrase for b in self._linearised if (phrase := b.origin())), None)
 
     @full_precision()
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:

@@ -17,11 +17,10 @@ from hessiankit.curvature.dense import top_eigenvalues
 from hessiankit.curvature.estimators import scalar_estimates
 from hessiankit.curvature.krylov import SOLVERS, Iterate, System, norm
 from hessiankit.curvature.structures import diagonal_operator
-from hessiankit.curvature.tensor_operator import TensorOperator
+from hessiankit.curvature.tensor_operator import TensorOperator, by_all_processes
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import ConvergenceError, InputError, check_name
 from hessiankit.support.files import WithDict
-from hessiankit.support.inner_products import check_sums
 from hessiankit.support.lanczos import Product, RitzValue
 from hessiankit.support.tables import Piece, Printed
 from hessiankit.support.torch_state import full_precision, wide
@@ -275,6 +274,7 @@ def _inverse_diagonal(operator: TensorOperator, damping: float) -> Tensor:
 
 
 @checked("solve", leave=("operator", "b", "preconditioner"))
+@by_all_processes
 def solve(
     operator: TensorOperator,
     b: Any,
@@ -322,7 +322,6 @@ def solve(
     if not isinstance(operator, TensorOperator) or operator.shape[0] != operator.shape[1]:
         seen = f"{operator.shape[0]} x {operator.shape[1]}" if isinstance(operator, TensorOperator) else type(operator).__name__
         raise InputError(f"solve: operator is {seen}; expected a symmetric operator, as hessian_operator(...) or operator[names]")
-    check_sums("solve", operator)
     tol = TOLERANCE.get(operator.torch_dtype, 1e-4) if tol is None else tol
     B = _checked(operator, b, damping, method, tol, max_products)
     M = _preconditioner(operator, preconditioner, damping)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy as shallow_copy
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +20,9 @@ from hessiankit.support.torch_state import full_precision
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class TensorOperator(LinearOperator):
@@ -43,6 +49,15 @@ class TensorOperator(LinearOperator):
         self.torch_dtype, self.device = dtype, device
         self._numpy_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         super().__init__(self._numpy_dtype, shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries of a vector, those of other processes included."""
+        return int(self.shape[1])
+
+    def same_call(self, caller: str, **options: Any) -> AbstractContextManager[None]:
+        """Let all processes that hold the operator make one call within the context, with the same options."""
+        return nullcontext()
 
     @abstractmethod
     def _rows(self, rows: Tensor) -> Tensor:
@@ -130,6 +145,20 @@ class TensorOperator(LinearOperator):
 
     def _transpose(self) -> LinearOperator:
         return self._adjoint()  # real
+
+
+def by_all_processes(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Call a function of an operator by all processes that hold it: with its inner products, and the same options."""
+
+    @wraps(function)
+    def called(operator: Any, *args: P.args, **options: P.kwargs) -> R:
+        if not isinstance(operator, TensorOperator):
+            return function(operator, *args, **options)
+        plain = {name: x for name, x in options.items() if x is None or isinstance(x, (bool, int, float, str))}
+        with operator.same_call(function.__name__, **plain):
+            return function(operator, *args, **options)
+
+    return called
 
 
 class MatrixOperator(TensorOperator):

@@ -175,7 +175,7 @@ class Linearisation(ComparedBatch):
         with self._at_the_point(), self._parameters.sums(result) as sums:
             bars: Bars = {self._output: self._seed}
             for k in reversed(range(len(self._segments))):
-                with self._parameters.present(k), sums(k) as segment_sums:
+                with sums(k) as segment_sums, self._parameters.present(k):
                     pull(self._steps(k), bars, {}, segment_sums)
         return result[0]
 
@@ -327,13 +327,13 @@ class Linearisation(ComparedBatch):
         bars: Bars = {}
         with self._parameters.sums(result) as sums:
             for k in reversed(range(len(self._segments))):
-                with self._parameters.present(k), sums(k) as segment_sums:
+                with sums(k) as segment_sums, self._parameters.present(k):
                     tangents = segment_tangents.pop()
                     tangents |= self._parameters.tangents(rows, k)
                     steps = self._steps(k)
                     input_tangents = push(steps, tangents, self._live_values, self._last_reads, recomputes=self._is_large)
                     pull(steps, bars, input_tangents, segment_sums)
-                    del steps, input_tangents
+                    del steps, input_tangents, tangents  # no parameter, and no direction, is there while sums are moved
 
     def _forward_steps(self, k: int) -> Iterator[Step]:
         """Yield the steps of a segment, computed again, with first derivatives alone; values are released once they are read."""

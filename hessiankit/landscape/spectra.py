@@ -18,14 +18,14 @@ from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import Partition, SubOperator, groups_of
-from hessiankit.curvature.tensor_operator import TensorOperator
+from hessiankit.curvature.tensor_operator import TensorOperator, by_all_processes
 from hessiankit.landscape.density import DIRECTIONS, STEPS, SpectralMeasure
 from hessiankit.landscape.preconditioner import PreconditionedOperator, Preconditioner, preconditioner_of
 from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
-from hessiankit.support.inner_products import check_sums
+from hessiankit.support.inner_products import holding, normal
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs, quadrature
 from hessiankit.support.memory import check_room
 from hessiankit.support.progress import Tell, progress_bar, silent
@@ -92,6 +92,7 @@ class HessianMatrix(SymmetricOperator):
 
 @checked(WHO, leave=("module", "preconditioner"))
 @asks(RequestArguments)
+@by_all_processes
 def spectrum(
     module: nn.Module | LinearOperator | Hessian,
     inputs: Any = None,
@@ -168,14 +169,17 @@ def spectrum(
     start = time.perf_counter()
     directions = DIRECTIONS * density if directions is None else directions
     _check(k, bottom, density, directions, steps, method, tol, max_products)
-    check_sums(WHO, module)
     operator = _operator(module, inputs, target, kind=kind, **asked)
     kind = getattr(getattr(operator, "whole", operator), "kind", "operator")
     method = "full" if method == "auto" and isinstance(operator, HessianMatrix) else method
     if operator.shape[0] != operator.shape[1]:
         raise InputError(f"{WHO}: the operator is {operator.shape[0]} x {operator.shape[1]}; eigenvalues need a symmetric one")
     matrix = operator if isinstance(operator, TensorOperator) else SciPyOperator(operator)
-    size = matrix.shape[0]
+    size = matrix.size
+    if matrix.of_pieces and (by is not None or preconditioner is not None or method == "full"):
+        raise InputError(
+            f"{WHO}: by, preconditioner and method='full' need whole vectors, and the operator is of a sharded model"
+        )
     bottom = min(bottom, max(size - k, 0))
     if k > size:
         raise InputError(f"{WHO}: k={k} and bottom={bottom} of {size} eigenvalues; expected no more in all")
@@ -187,7 +191,7 @@ def spectrum(
         tol=TOLERANCE.get(matrix.torch_dtype, 1e-4) if tol is None else tol,
         most=max(500, 40 * (k + bottom)) if max_products is None else max_products,
         seed=seed,
-        method=method,
+        method="lanczos" if matrix.of_pieces else method,
         kind=kind,
         loss=float(getattr(operator, "loss", math.nan)),
     )
@@ -233,7 +237,7 @@ def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOp
 def _spectrum(name: str, matrix: TensorOperator, P: Preconditioner | None, plan: SpectrumPlan, tell: Tell) -> Spectrum:
     """Return the spectrum of one matrix, in the metric of P where there is one."""
     start = time.perf_counter()
-    A, plan = matrix if P is None else PreconditionedOperator(matrix, P), plan.of(matrix.shape[0])
+    A, plan = matrix if P is None else PreconditionedOperator(matrix, P), plan.of(matrix.size)
     pairs, measure = _full(A, plan) if plan.method == "full" else _lanczos(name, A, plan, tell)
     return Spectrum(
         pairs.values, pairs.vectors.T, pairs.residuals, min(plan.top, len(pairs.values)), measure.size, plan.kind, plan.loss,
@@ -264,12 +268,15 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan) -> tuple[RitzPairs, Spectr
 
 def _lanczos(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> tuple[RitzPairs, SpectralMeasure]:
     """Return the wanted eigenpairs, and these with the nodes and weights of random directions, if any."""
-    wanted, size, eps = plan.top + plan.bottom, matrix.shape[0], torch.finfo(matrix.torch_dtype).eps
+    wanted, size, eps = plan.top + plan.bottom, matrix.size, torch.finfo(matrix.torch_dtype).eps
     basis = min(size, 2 * wanted + SPARE)
     together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
     vectors = max(basis, plan.steps * together if plan.directions else 0) + wanted
     what = f"{vectors} vectors of {size:,} parameters"
-    need, remedy = vectors * size * matrix.torch_dtype.itemsize, "pass a smaller k, bottom or steps, or fewer params=[...]"
+    need, remedy = (
+        vectors * matrix.shape[0] * matrix.torch_dtype.itemsize,
+        "pass a smaller k, bottom or steps, or fewer params=[...]",
+    )
     check_room(WHO, need, what, matrix.device, remedy)
 
     def after(products: int, converged: int) -> None:
@@ -282,7 +289,7 @@ def _lanczos(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) 
     steps = min(plan.steps, size - len(pairs.vectors))
     if steps == 0 or not plan.directions:
         return pairs, SpectralMeasure(size, pairs.values, eps)
-    U = torch.linalg.qr(pairs.vectors.T)[0].T  # converged vectors are orthogonal to the tolerance only
+    U = holding().qr(pairs.vectors.T)[0].T  # converged vectors are orthogonal to the tolerance only
     norm = float(pairs.values.abs().max())
     done: list[tuple[Tensor, Tensor]] = []
     while len(done) < plan.directions:
@@ -298,6 +305,4 @@ def _lanczos(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) 
 
 def _starts(matrix: TensorOperator, seeds: Sequence[int]) -> Tensor:
     """Return a random vector for each seed as rows, the same on every device."""
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    rows = [torch.randn(matrix.shape[0], generator=g, dtype=torch.float64, device="cpu") for g in generators]
-    return torch.stack(rows).to(matrix.device, matrix.torch_dtype)
+    return torch.stack([normal(matrix.shape[0], seed) for seed in seeds]).to(matrix.device, matrix.torch_dtype)

@@ -19,18 +19,22 @@ from hessiankit.support.errors import InputError, nearest
 
 
 def check_surroundings(caller: str, module: nn.Module) -> None:
-    """Refuse contexts in which torch computes something else than outside, and modules whose tensors are spread over processes.
+    """Refuse contexts as :func:`check_context` does, and modules whose tensors are spread over processes."""
+    check_whole(caller, module)
+    check_context(caller, module)
+
+
+def check_context(caller: str, module: nn.Module) -> None:
+    """Refuse contexts in which torch computes something else than outside.
 
     Raises:
-        InputError: A module sharded by FSDP or with distributed tensors; within ``torch.autocast``, a transform of
-            ``torch.func``, or under a default device other than the module's.
+        InputError: Within ``torch.autocast``, a transform of ``torch.func``, or under a default device other than the module's.
     """
     if torch._C._functorch.maybe_current_level() is not None:
         raise InputError(
             f"{caller}: called within a transform of torch.func (vmap, grad, jvp ...), whose tensors have no values of their "
             "own; call it outside, once for each sample"
         )
-    check_whole(caller, module)
     first = next(module.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
@@ -253,7 +257,7 @@ def select(caller: str, module: nn.Module, params: Params = None) -> dict[str, T
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}")
-    check_surroundings(caller, module)
+    check_context(caller, module)
     parameters = dict(module.named_parameters())
     lazy = next((name for name, p in parameters.items() if is_lazy(p)), None)
     if lazy is not None:

@@ -114,15 +114,16 @@ def check_values(caller: str, name: str, x: Tensor, *, constant: bool = False, w
 
 
 def address(x: Tensor) -> int:
-    """Return an identifier of a tensor's memory: the address of its storage, or its own id if it has none or no entries.
+    """Return an identifier of a tensor's memory: that of its storage, or its own id if it has none or no entries.
 
-    Empty tensors share the address 0, and a sparse tensor or a wrapper has no storage: none shares memory with another tensor.
+    It stays when the memory of a storage is freed and filled again. Empty tensors share no memory, and a sparse tensor or a
+    wrapper has no storage.
 
     >>> x, empty, other = torch.zeros(3), torch.zeros(0), torch.zeros(0)
     >>> address(x) == address(x[1:]), address(empty) == address(other)
     (True, False)
     """
-    return x.untyped_storage().data_ptr() if has_memory(x) and x.numel() else id(x)
+    return x.untyped_storage()._cdata if has_memory(x) and x.numel() else id(x)
 
 
 def _is_readable(x: Tensor) -> bool:

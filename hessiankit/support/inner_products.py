@@ -1,4 +1,4 @@
-"""Inner products of vectors, also of vectors of which each process holds a piece."""
+"""Inner products and random entries of vectors, also of vectors that several processes hold: copies of them, or a piece each."""
 
 from __future__ import annotations
 
@@ -6,44 +6,49 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hessiankit.support.errors import InputError
 
-_TOTAL: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_TOTAL", default=None)
+class Vectors:
+    """Vectors that one process holds; of several, a subclass."""
+
+    def sum(self, terms: Tensor) -> Tensor:
+        """Return sums over the entries here as sums over all entries."""
+        return terms
+
+    def drawn(self, draw: Callable[[int], Tensor], size: int) -> Tensor:
+        """Return the ``size`` entries here of a vector, of which ``draw(n)`` draws the next n ones."""
+        return draw(size)
+
+    def qr(self, Y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q (P, k) with orthonormal columns and the upper triangular R (k, k) with Q R = Y."""
+        Q, R = torch.linalg.qr(Y)
+        return Q, R
+
+
+_VECTORS: ContextVar[Vectors] = ContextVar("_VECTORS", default=Vectors())  # noqa: B039, which has no state
 
 
 @contextmanager
-def spread_over(total: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let vectors be pieces within the context: ``total`` returns the sum of a tensor over the processes that hold them."""
-    token = _TOTAL.set(total)
+def held_as(vectors: Vectors) -> Iterator[None]:
+    """Let vectors be held in another way within the context."""
+    token = _VECTORS.set(vectors)
     try:
         yield
     finally:
-        _TOTAL.reset(token)
+        _VECTORS.reset(token)
+
+
+def holding() -> Vectors:
+    """Return how vectors are held."""
+    return _VECTORS.get()
 
 
 def summed(terms: Tensor) -> Tensor:
-    """Return sums over a piece of vectors as sums over the whole of them.
-
-    >>> with spread_over(lambda terms: 2 * terms):
-    ...     inner(torch.ones(3), torch.ones(3))
-    6.0
-    """
-    total = _TOTAL.get()
-    return terms if total is None else total(terms)
-
-
-def check_sums(caller: str, operator: Any) -> None:
-    """Raise InputError for an operator of pieces of vectors, unless inner products are summed over the processes."""
-    if getattr(operator, "of_pieces", False) and _TOTAL.get() is None:
-        raise InputError(
-            f"{caller}: the operator is of a sharded model, and this process holds a piece of each vector; use operator @ v, "
-            "operator.solve(b) and hessiankit.training.distributed.top_eigenvalues"
-        )
+    """Return sums over the entries that are here as sums over all entries of vectors."""
+    return holding().sum(terms)
 
 
 def inner(u: Tensor, v: Tensor) -> float:
@@ -59,3 +64,9 @@ def norm(v: Tensor) -> float:
 def entries(v: Tensor) -> int:
     """Return the number of entries of a vector."""
     return int(summed(torch.tensor(v.numel(), device=v.device)))
+
+
+def normal(size: int, seed: int) -> Tensor:
+    """Return the ``size`` entries that are here of a vector of standard normal numbers, in float64 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return holding().drawn(lambda n: torch.randn(n, generator=generator, dtype=torch.float64, device="cpu"), size)

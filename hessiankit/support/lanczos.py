@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
-from hessiankit.support.inner_products import entries, inner, norm, summed
+from hessiankit.support.inner_products import entries, inner, norm, normal, summed
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 CHUNK = 2**16  # entries of the vectors that a restart combines at once
@@ -68,7 +68,7 @@ class LanczosBasis:
 
     def __init__(self, start: Tensor, capacity: int, *, against: Tensor | None = None, seed: int = 0, norm: float = 0.0) -> None:
         self.against, self.seed, self.draws = against, seed, 0
-        self.Q = start.new_empty(capacity, start.numel())
+        self.Q, self.size = start.new_empty(capacity, start.numel()), entries(start)
         self.T = torch.zeros(capacity, capacity, dtype=torch.float64, device="cpu")
         self.n, self.taken = 0, 0  # vectors whose products are in T, and all products
         self.beta, self.largest = 0.0, norm  # |w|, and the largest norm of a product
@@ -92,9 +92,8 @@ class LanczosBasis:
     def turn(self) -> None:
         """Let the next direction be a random one."""
         old_direction = self.direction
-        generator = torch.Generator().manual_seed(self.seed + 7919 * (self.draws + 1))
         self.draws += 1
-        self._aim(torch.randn(self.Q.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(self.Q))
+        self._aim(normal(self.Q.shape[1], self.seed + 7919 * self.draws).to(self.Q))
         self.dropped += float(self.known.norm())
         self.known = self.known * inner(old_direction, self.direction)
 
@@ -121,7 +120,7 @@ class LanczosBasis:
         self.known[-1] = beta
         if beta > SINGULAR * eps * self.largest:
             self.direction = w / beta
-        elif n < self.Q.shape[1] - (0 if self.against is None else len(self.against)):
+        elif n < self.size - (0 if self.against is None else len(self.against)):
             self.turn()
 
     def ritz(self) -> tuple[Tensor, Tensor]:
@@ -283,7 +282,7 @@ def quadrature(
     >>> [round(x, 9) for x in nodes.tolist()], [round(w, 9) for w in weights.tolist()]
     ([1.0, 3.0], [0.5, 0.5])
     """
-    room = starts.shape[1] - (0 if against is None else len(against))
+    room = entries(starts[0]) - (0 if against is None else len(against))
     bases = [LanczosBasis(start, min(steps, room), against=against, norm=norm) for start in starts]
     unfinished = bases
     while unfinished:

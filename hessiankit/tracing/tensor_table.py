@@ -20,7 +20,7 @@ def view_key(x: Tensor) -> View:
     """Return a key of the entries of memory that a tensor views, and of how it reads them."""
     if x.layout is not torch.strided or not x.numel():
         return (id(x),)
-    return (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg())
+    return (address(x), x.storage_offset(), x.dtype, x.shape, x.stride(), x.is_neg())
 
 
 @dataclass(eq=False, slots=True)

@@ -24,6 +24,7 @@ from typing import Any
 import sharded_models
 import torch
 import torch.distributed as dist
+from meter import BytesAlive, PeakBytes
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -37,6 +38,8 @@ SHARES = {2: [3, 4], 4: [3, 0, 1, 3]}
 MICRO_BATCH = 2
 DRAWS = 2
 OPTIONS = {"draws": DRAWS, "seed": 5, "histograms": True}
+EXACT = 1e-12
+"""Tolerance of eigenvalues' residuals."""
 STUCK = 2.0
 """Seconds that a rank waits for one that stands still."""
 
@@ -144,18 +147,24 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
         product = operator @ vectors(operator.shape[0])
         found[kind] = {"product": product.tolist(), "loss": operator.loss, "gradient": operator.gradient.tolist()}
     operator = hd.hessian_operator(model().eval(), pairs, loss="cross_entropy", params=["embedding.P", "final_norm.*"])
-    top = hd.top_eigenvalues(operator, 2)
-    found["lanczos"] = {"values": top.values.tolist(), "residuals": top.residuals.tolist()}
-    found["no convergence"] = caught(lambda: hd.top_eigenvalues(operator, 3, max_products=5))
+    top = hk.spectrum(operator, k=2, method="lanczos", tol=EXACT)
+    estimates, solution = hk.scalar_estimates(operator, products=20), operator.solve(operator.gradient, damping=50.0)
+    found["lanczos"] = {"values": top.eigenvalues.tolist(), "residuals": top.residuals.tolist()}
+    found["trace"], found["solution"] = estimates.trace.value, solution.x.tolist()
     mine = vectors(operator.shape[0])
     found["other vectors"] = caught(lambda: operator @ (mine + (rank == 1)))
     last = rank == size - 1
-    others = {"k": (2, 3), "which": ("LM", "LA"), "tol": (1e-6, 1e-7), "max_products": (50, 51), "seed": (0, 1)}
+    calls: list[tuple[Callable[..., Any], str, Any, Any]] = [
+        (hk.spectrum, "k", 2, 3),
+        (hk.spectrum, "tol", 1e-6, 1e-7),
+        (hk.spectrum, "seed", 0, 1),
+        (hk.scalar_estimates, "products", 20, 22),
+        (partial(hk.curvature.solving.solve, b=operator.gradient), "damping", 50.0, 51.0),
+    ]
     found["other options"] = []
-    for name, values in others.items():
-        options = {"k": 2, name: values[last]}
-        said = caught(partial(hd.top_eigenvalues, operator, **options))
-        found["other options"].append([f"{name} is {values[0]!r} on rank 0 and {values[1]!r} on rank {size - 1}", said])
+    for call, name, here, there in calls:
+        said = caught(partial(call, operator, **{name: there if last else here}))
+        found["other options"].append([f"{name} is {here!r} on rank 0 and {there!r} on rank {size - 1}", said])
     return found
 
 
@@ -184,16 +193,45 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
         v = {n: distribute_tensor(drawn[n], p.device_mesh, p.placements) for n, p in parameters.items()}
         of_case = found[f"{name}, {kind}"] = {"product": whole(operator @ v), "loss": operator.loss}
         if name == "adapters" or kind == "ggn":
-            top = hd.top_eigenvalues(operator, 2)
+            top = hk.spectrum(operator, k=2, tol=EXACT, directions=2, steps=6)
             solution = operator.solve(v, damping=1.0 if kind == "ggn" else 50.0, tol=1e-13)
-            of_case |= {"eigenvalues": top.values.tolist(), "solution": whole(solution.x), "residual": solution.residual}
-    calls = (hk.scalar_estimates, hk.spectrum, partial(hk.curvature.solving.solve, b=operator.gradient))
-    found["sums"] = [caught(partial(call, operator)) for call in calls]
-    found["refused"] = [caught(lambda: 2 * operator), caught(operator.to_matrix), caught(lambda: operator.approximation("kfac"))]
+            sketch, means = (hk.scalar_estimates(operator, products=count) for count in sharded_models.PRODUCTS)
+            of_case |= {"eigenvalues": top.eigenvalues.tolist(), "solution": whole(solution.x)}
+            of_case |= {"trace": top.trace.value, "rank": top.effective_rank.value}
+            of_case["estimates"] = [sharded_models.numbers(one) for one in (sketch, means)]
+    refused = (lambda: 2 * operator, operator.to_matrix, lambda: operator.approximation("kfac"))
+    found["refused"] = [caught(call) for call in refused]  # type: ignore[arg-type]
+    found["refused"] += [
+        caught(lambda: hk.spectrum(operator, method="full")),
+        caught(lambda: hk.spectrum(operator, by="parameter")),
+    ]
     with torch.no_grad():
         next(iter(parameters.values())).mul_(2)
     found["changed"] = caught(lambda: operator @ v)
     return found
+
+
+def memory_cases(rank: int, size: int) -> dict[str, float]:
+    """Count bytes alive beside the pieces of parameters and vectors, in layers: in the last layer's calls, and in a product."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    made = hk.Transformer(VOCABULARY, 128, 512, 5, 2, placement="pre", max_len=LENGTH, causal=True).double().eval()
+    layer, whole = (8.0 * sum(p.numel() for p in part.parameters()) for part in (made.blocks[0], made))
+    for block in made.blocks:
+        fully_shard(block)
+    fully_shard(made)
+    pieces = [p.to_local() for p in made.parameters()]  # type: ignore[operator]
+    tokens = torch.tensor([[1, 2]])
+    with BytesAlive(*pieces) as alive:
+        handle = made.blocks[-1].register_forward_pre_hook(  # of torch's own calls torch decides
+            lambda block, _: None if isinstance(block, FSDPModule) else alive.mark()
+        )
+        operator = hd.hessian_operator(made, [(tokens, tokens)], loss="cross_entropy")
+        handle.remove()
+    v, marked = operator.gradient, alive.marked
+    with PeakBytes(*pieces, v) as alive:
+        _ = operator @ v
+    return {"set-up": (marked - whole / size) / layer, "product": (alive.marked - 3 * whole / size) / layer}
 
 
 def error_cases(rank: int, size: int) -> dict[str, Any]:
@@ -278,7 +316,8 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
 def fail(how: str) -> dict[str, Any]:
     """Lose one rank in the middle of a measurement.
 
-    ``"first"`` is killed, ``"stuck"``, the last one, stands still; ``"tokens"``: the last one's forward pass fails.
+    ``"first"`` is killed, ``"stuck"``, the last one, stands still; ``"tokens"``: the last one's forward pass fails; ``"product"``:
+    the last one is killed before a product of a sharded model.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     victim = 0 if how == "first" else size - 1
@@ -296,6 +335,13 @@ def fail(how: str) -> dict[str, Any]:
     tokens, labels = share(rank, size)
     data = (tokens + 100 * (how == "tokens" and rank == victim), labels)
     began = time.monotonic()
+    if how == "product":
+        operator = hd.hessian_operator(sharded(made).eval(), [share(rank, size)], loss="cross_entropy")
+        began = time.monotonic()
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        said = caught(lambda: operator @ operator.gradient)
+        return {"said": said, "seconds": time.monotonic() - began}
     said = caught(lambda: hd.sharpness(made if how == "stuck" else sharded(made), data, **options))
     return {"said": said, "seconds": time.monotonic() - began}
 
@@ -306,6 +352,7 @@ def all_cases(rank: int, size: int) -> dict[str, Any]:
         "sharpness": sharpness_cases(rank, size),
         "operator": operator_cases(rank, size),
         "sharded": sharded_cases(rank, size),
+        "memory": memory_cases(rank, size),
         "errors": error_cases(rank, size),
     }
 

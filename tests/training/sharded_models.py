@@ -10,6 +10,8 @@ import transformers as hf
 from model_zoo import InDouble
 from torch import Tensor, nn
 
+from hessiankit.curvature.estimators import ScalarEstimates
+
 LENGTH = 5
 SHARES = {2: [3, 2], 4: [2, 0, 1, 2]}
 """Sequences of each rank: uneven, and with four ranks one holds none."""
@@ -51,6 +53,16 @@ def share(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
     own = slice(sum(cuts[:rank]), sum(cuts[: rank + 1]))
     tokens, labels = sequences()
     return [(tokens[own], labels[own])] if cuts[rank] else []
+
+
+PRODUCTS = (6, 60)
+"""Products of estimates of trace and norm, few and many."""
+
+
+def numbers(estimates: ScalarEstimates) -> dict[str, float]:
+    """Return the trace, those of the blocks, and the norm, with their half widths."""
+    named = {**estimates.traces, "all": estimates.trace, "norm": estimates.frobenius_squared}
+    return {f"{name} {key}": getattr(one, key) for name, one in named.items() for key in ("value", "half_width")}
 
 
 def vector(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-LOST = {"first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0)}
+LOST = {"first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0), "product": (0, 0.0)}
 """Way -> the rank that is left, and how many seconds it waits at least."""
 
 
@@ -51,7 +51,8 @@ def found(by_rank: dict[str, Any]) -> dict[str, Any]:
     """Return what rank 0 found; the others found the same bits."""
     everywhere = {name: one for name, one in by_rank.items() if name.startswith("all-")}
     assert len(everywhere) == SIZE
-    assert all(other == everywhere["all-0"] for other in everywhere.values())
+    own = [{name: value for name, value in one.items() if name != "memory"} for one in everywhere.values()]
+    assert all(one == own[0] for one in own)
     return everywhere["all-0"]
 
 
@@ -127,10 +128,15 @@ def test_eigenvalues_are_those_of_the_dense_hessian(found: dict[str, Any]) -> No
     top = found["operator"]["lanczos"]
     assert top["values"] == pytest.approx(dense.eigvalsh().flip(0)[:2].tolist(), rel=1e-12)
     assert max(top["residuals"]) <= 1e-12 * top["values"][0]
-    assert found["operator"]["no convergence"].startswith("InputError: top_eigenvalues: ")
+    operator = hk.hessian_operator(
+        worker.model().eval(), worker.sequences(), loss="cross_entropy", params=["embedding.P", "final_norm.*"]
+    )
+    assert found["operator"]["trace"] == pytest.approx(hk.scalar_estimates(operator, products=20).trace.value, rel=1e-12)
+    solution = operator.solve(operator.gradient, damping=50.0).x
+    assert found["operator"]["solution"] == pytest.approx(solution.tolist(), rel=1e-7, abs=1e-7 * float(solution.abs().max()))
     assert "the block of vectors is '(" in found["operator"]["other vectors"]
     for expected, line in found["operator"]["other options"]:
-        assert line.startswith(f"InputError: top_eigenvalues: {expected}; expected the same on every rank")
+        assert f": {expected}; expected the same on every rank" in line
 
 
 @pytest.mark.parametrize(("name", "kind"), sharded_models.KINDS)
@@ -147,6 +153,13 @@ def test_products_of_sharded_models_are_those_of_one_process(found: dict[str, An
     assert here["loss"] == pytest.approx(operator.loss, rel=EXACT)
     if "eigenvalues" in here:
         matrix = operator.to_matrix()
+        spectrum = hk.spectrum(operator, k=2, tol=EXACT, directions=2, steps=6, method="lanczos")
+        assert here["trace"] == pytest.approx(spectrum.trace.value, rel=EXACT)
+        assert here["rank"] == pytest.approx(spectrum.effective_rank.value, rel=1e-9)
+        for seen, products in zip(here["estimates"], sharded_models.PRODUCTS, strict=True):
+            expected = sharded_models.numbers(hk.scalar_estimates(operator, products=products))
+            largest = max(map(abs, expected.values()))
+            assert seen == pytest.approx(expected, rel=1e-9, abs=EXACT * largest)
         assert here["eigenvalues"] == pytest.approx(torch.linalg.eigvalsh(matrix).flip(0)[:2].tolist(), rel=EXACT)
         flat = torch.cat([x.reshape(-1) for x in v.values()])
         shift = (1.0 if kind == "ggn" else 50.0) * torch.eye(len(flat), dtype=torch.float64)
@@ -155,12 +168,18 @@ def test_products_of_sharded_models_are_those_of_one_process(found: dict[str, An
         assert agrees(here["solution"], solution, EXACT)
 
 
-def test_a_piece_is_not_taken_for_a_vector(found: dict[str, Any]) -> None:
-    for caller, line in zip(("scalar_estimates", "spectrum", "solve"), found["sharded"]["sums"], strict=True):
-        assert line.startswith(
-            f"InputError: {caller}: the operator is of a sharded model, and this process holds a piece of each"
-        )
-    assert all(line.startswith("InputError: hessian_operator: ") for line in found["sharded"]["refused"])
+def test_no_rank_holds_more_than_its_pieces_and_a_few_layers(by_rank: dict[str, Any]) -> None:
+    """The model has five layers: in the calls of set-up two are there at most, in a product parameters, directions and sums."""
+    for rank in range(SIZE):
+        memory = by_rank[f"all-{rank}"]["memory"]
+        assert 0.0 < memory["set-up"] <= 2.0
+        assert memory["product"] <= 4.0
+
+
+def test_what_needs_whole_vectors_is_refused(found: dict[str, Any]) -> None:
+    lines = found["sharded"]["refused"]
+    assert all(line.startswith("InputError: hessian_operator: ") for line in lines[:3])
+    assert all("need whole vectors, and the operator is of a sharded model" in line for line in lines[3:])
 
 
 def test_a_sharded_model_that_changes_is_noticed(found: dict[str, Any]) -> None:
@@ -179,6 +198,7 @@ def test_the_rank_that_is_left_stops(by_rank: dict[str, Any], how: str) -> None:
     """At once where a rank is killed or fails, in the middle of a measurement; after its time-out where it is stuck."""
     left, least = LOST[how]
     found = by_rank[f"{how}-{left}"]
-    assert found["said"].startswith(f"RankError: sharpness: rank {left} of 2 lost the others after ")
+    call = "hessian_operator" if how == "product" else "sharpness"
+    assert found["said"].startswith(f"RankError: {call}: rank {left} of 2 lost the others after ")
     assert "\n" not in found["said"]
     assert least <= found["seconds"] < 30  # the group's time-out is 60

@@ -85,21 +85,6 @@ def test_weights_of_losses_that_are_not_known() -> None:
         hd.hessian_operator(model().eval(), cut, loss=loss, weights=counts[:2])
 
 
-def test_eigenvalues_from_every_end() -> None:
-    operator = hk.hessian_operator(model().eval(), sequences(), loss="cross_entropy", params="blocks.1.*")
-    exact = torch.linalg.eigvalsh(operator.to_matrix())
-    by_size = exact[exact.abs().argsort(descending=True)]
-    for which, expected in (("LA", exact.flip(0)), ("SA", exact), ("LM", by_size)):
-        found = hd.top_eigenvalues(operator, 3, which=which)
-        assert found.values.tolist() == pytest.approx(expected[:3].tolist(), rel=1e-11)
-        assert float(found.residuals.max()) <= 1e-11 * float(exact.abs().max())
-        assert found.vectors.shape == (3, operator.shape[0])
-    assert str(found).endswith(f"({found.products} products)")
-    for wrong, said in (({"k": 0}, "k=0"), ({"k": 10**6}, "k=1000000"), ({"which": "XX"}, "which='XX'")):
-        with pytest.raises(InputError, match=f"top_eigenvalues: {said}"):
-            hd.top_eigenvalues(operator, **wrong)
-
-
 def test_other_mistakes() -> None:
     with pytest.raises(InputError, match=r"expected a torch.nn.Module, got int"):
         hd.sharpness(3, [], **OPTIONS)

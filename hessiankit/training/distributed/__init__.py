@@ -1,6 +1,5 @@
 """Curvature of a model whose data, or whose parameters, are spread over several processes (torch.distributed)."""
 
-from hessiankit.training.distributed.eigenvalues import top_eigenvalues
 from hessiankit.training.distributed.measure import sharpness
 from hessiankit.training.distributed.operator import DistributedOperator, ShardedOperator, hessian_operator
 from hessiankit.training.distributed.ranks import RankError
@@ -11,5 +10,4 @@ __all__ = [
     "ShardedOperator",
     "hessian_operator",
     "sharpness",
-    "top_eigenvalues",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import islice
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearise_all
-from hessiankit.curvature.solving import Solution
 from hessiankit.engine.linearisation import Constant, Linearisation, LinearisedBatch
 from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss, ModulePoint
@@ -26,13 +25,13 @@ from hessiankit.request.data import Counts, Weights, read_data
 from hessiankit.request.first_call import first_call
 from hessiankit.request.fisher import KINDS, Curvature
 from hessiankit.request.loss import Loss, LossArgument, read_loss
-from hessiankit.request.loss_trace import LossTrace, loss_trace
+from hessiankit.request.loss_trace import loss_trace
 from hessiankit.request.read import read_request
 from hessiankit.request.selection import Params, select
 from hessiankit.request.state import ModuleState
 from hessiankit.support.containers import map_tensors, named_tensors
 from hessiankit.support.errors import InputError, TraceError, check_name
-from hessiankit.support.inner_products import spread_over
+from hessiankit.support.inner_products import Vectors, held_as, holding
 from hessiankit.training.distributed.ranks import (
     Ranks,
     check_same_function,
@@ -42,7 +41,7 @@ from hessiankit.training.distributed.ranks import (
     described,
 )
 from hessiankit.training.distributed.sharded import is_sharded, own_gradient, unwrapped
-from hessiankit.training.distributed.shards import ShardedModel, ShardedParameters, ShardedState
+from hessiankit.training.distributed.shards import Pieces, ShardedModel, ShardedParameters, ShardedState
 
 WHO = "hessian_operator"
 
@@ -69,10 +68,28 @@ class DistributedOperator(HessianOperator):
         """Refuse: an approximation of all ranks' matrix is not built here."""
         raise InputError(f"{WHO}: {name!r} is built by one process; pass a diagonal, an operator or a function as preconditioner")
 
+    @contextmanager
+    def same_call(self, caller: str, **options: Any) -> Iterator[None]:
+        self.ranks.named(caller).agree(**options)
+        with held_as(Copies(self.ranks)):
+            yield
+
     def _product(self, vectors: Tensor) -> Tensor:
+        if isinstance(holding(), Copies):
+            return super()._product(self.ranks.broadcast(vectors.cpu()).to(vectors.device))
         remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
         self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
         return super()._product(vectors)
+
+
+class Copies(Vectors):
+    """Vectors of which each rank has a copy; processors may round differently, and all ranks take the sums of rank 0."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def sum(self, terms: Tensor) -> Tensor:
+        return self._ranks.sum(terms.clone() if self._ranks.rank == 0 else torch.zeros_like(terms))
 
 
 def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
@@ -191,8 +208,9 @@ class ShardedOperator(HessianOperator):
 
     Vectors are this rank's pieces of the parameters, one after the other, (entries here,), or dicts or lists of the pieces, or of
     tensors that are sharded as the parameters are. ``shape``, ``slices`` and ``shapes`` are those of the pieces, ``size`` is the
-    number of parameters P. All ranks multiply at the same time. ``solve`` and ``top_eigenvalues`` sum inner products over the
-    ranks; functions that take them by themselves, as those of SciPy do, see one rank's piece.
+    number of parameters P. All ranks multiply at the same time. :func:`hessiankit.spectrum`, ``solve`` and
+    :func:`hessiankit.scalar_estimates` sum inner products over the ranks, and return pieces; functions of SciPy see one rank's
+    piece.
     """
 
     order, of_pieces = " of this rank's pieces", True
@@ -207,31 +225,32 @@ class ShardedOperator(HessianOperator):
         block_size: int | None,
     ) -> None:
         self.ranks, self._model = ranks, model
+        self._pieces = Pieces(model, list(batches[0].parameters))
         largest = max(ranks.gather(max(batch.bytes_per_vector for batch in linearised)))
         super().__init__(batches, linearised, kind, block_size or max(1, WORKSPACE // largest), total=_of_pieces)
         self.loss = math.fsum(ranks.gather(float(self.loss)))
-        self.size = sum(model.shards[name].numel() for name in self.names)
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
         _ = self.gradient, self.symmetry_error
 
+    @property
+    def size(self) -> int:
+        """Number of parameters P."""
+        return sum(self._model.shards[name].numel() for name in self.names)
+
     @contextmanager
-    def whole_vectors(self) -> Iterator[None]:
-        """Take inner products over the pieces of all ranks within the context."""
-        with spread_over(lambda terms: self.ranks.sum(terms.clone()) / self._model.replicas):
+    def same_call(self, caller: str, **options: Any) -> Iterator[None]:
+        self.ranks.named(caller).agree(**options)
+        with held_as(self._pieces):
             yield
 
-    def solve(self, b: Any, **options: Any) -> Solution:
-        with self.whole_vectors():
-            return super().solve(b, **options)
-
     def _rows(self, rows: Tensor) -> Tensor:
-        with self.whole_vectors():
+        with held_as(self._pieces):
             return super()._rows(rows)
 
     @property
     def symmetry_error(self) -> float:
         """Asymmetry of two products, as in :class:`hessiankit.HessianOperator`."""
-        with self.whole_vectors():
+        with held_as(self._pieces):
             return super().symmetry_error
 
     def compare(self, slopes: Mapping[str, Tensor], loss: float) -> None:
@@ -253,6 +272,9 @@ class ShardedOperator(HessianOperator):
 
     def _check_finite(self, rows: Tensor, products: Tensor) -> None:
         self.ranks.together(lambda: super(ShardedOperator, self)._check_finite(rows, products))
+
+    def _origin(self) -> None:
+        """Return None: to find the operation takes the whole model."""
 
     def _rounding_of(self, v: Tensor) -> float:
         """Return 0: the values that show how much cancels are not held, so an asymmetry beyond rounding is an error."""
@@ -286,7 +308,10 @@ class ShardedOperator(HessianOperator):
         raise InputError(f"{WHO}: blocks of the matrix of a sharded model are not cut; pass params=[...] to hessian_operator")
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise InputError(f"{WHO}: a sharded model has products, solve(b) and top_eigenvalues(operator); no sums, no whole matrix")
+        raise InputError(
+            f"{WHO}: a sharded model has products, solve(b), spectrum(operator) and scalar_estimates(operator); no sums, no "
+            "whole matrix"
+        )
 
     block_diagonal = to_matrix = eigvalsh = inverse = __add__ = __mul__ = __rmul__ = _refuse  # type: ignore[assignment]
 
@@ -317,9 +342,9 @@ def sharded_operator(
     All ranks linearise as many batches: one with fewer takes a batch of another rank, with weight 0.
     """
     model = ranks.together(lambda: ShardedModel(ranks, module))
-    with model.plain(), ExitStack() as presence:
-        for name in model.whole:
-            presence.enter_context(model.present([name]))
+    ranks = model.ranks
+
+    with model.plain():
 
         def point() -> tuple[ModulePoint, Loss]:
             check_layers(module)
@@ -343,8 +368,11 @@ def sharded_operator(
         curvature = Curvature(kind, 0, 1)
         batches, linearised = list[BatchLoss](), list[LinearisedBatch]()
         for (inputs, labels), count in zip(pairs, counts, strict=True):
+            memory = ShardedParameters(model, count / total)
 
-            def traced(inputs: Any = inputs, labels: Any = labels, count: float = count) -> tuple[BatchLoss, LossTrace]:
+            def one(
+                inputs: Any = inputs, labels: Any = labels, count: float = count, memory: ShardedParameters = memory
+            ) -> tuple[BatchLoss, LinearisedBatch]:
                 batch = curvature.of(first_call(at, criterion, inputs, labels, handshake=False))
                 batch = replace(batch, count=count, share=count / total)
                 trace = loss_trace(batch, is_deferred=True)
@@ -353,16 +381,14 @@ def sharded_operator(
                         f"{WHO}: {trace.trace.fallbacks[0]} has no closed form yet, which a sharded model cannot be "
                         "differentiated without; write it in other operations, or pass a whole copy of the model"
                     )
-                return batch, trace
+                with torch.no_grad():
+                    options: dict[str, Any] = {"gauss_newton": kind != "hessian", "recompute": "layers"}
+                    return batch, Linearisation(batch, traced_loss=trace, parameters=memory, **options)
 
-            batch, trace = ranks.together(traced)
+            batch, linearisation = ranks.together(one)
+            memory.agree()
             batches.append(batch)
-            with torch.no_grad():
-                memory = ShardedParameters(model, batch.share)
-                one = Linearisation(
-                    batch, gauss_newton=kind != "hessian", recompute="layers", traced_loss=trace, parameters=memory
-                )
-            linearised.append(one)
+            linearised.append(linearisation)
         _check_same_function(ranks, batches[0], has_data=True)
     operator = ShardedOperator(ranks, model, batches, linearised, kind, block_size)
     operator.compare(*own_gradient(ranks, module, batches))

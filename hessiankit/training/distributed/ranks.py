@@ -13,8 +13,9 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy as copied
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from hessiankit.support.torch_state import has_memory
 from hessiankit.training.digest import digest
 from hessiankit.training.sharpness.batches import MicroBatch, evaluating, forward
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 R = TypeVar("R")
 _CONNECTION = ("/gloo/", "NCCL", "ncclComm", "Connection closed", "Connection reset", "Timed out waiting")
 
@@ -41,16 +45,22 @@ class RankError(HessiankitError, RuntimeError):
 class Ranks:
     """The ranks of a process group (None: all processes) in one call of the function ``who``, the prefix of every message.
 
-    Without torch.distributed, or ``is_single``, this process is rank 0 of 1.
+    Without torch.distributed this process is rank 0 of 1.
     """
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None = None, *, is_single: bool = False) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None = None) -> None:
         self.who, self.group = who, group
-        active = not is_single and dist.is_available() and dist.is_initialized()
+        active = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if active else 0
         self.size = dist.get_world_size(group) if active else 1
         if self.rank < 0:
             raise InputError(f"{who}: this process is not in the process group it was given; call it on the group's ranks only")
+
+    def named(self, who: str) -> Self:
+        """Return the ranks in a call of another function."""
+        ranks = copied(self)
+        ranks.who = who
+        return ranks
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of the ranks."""
@@ -116,7 +126,7 @@ class Ranks:
     def agree(self, remedy: str = "make the same call everywhere, only with the rank's own data", /, **options: Any) -> None:
         """Raise an error on every rank unless all of them passed the same options, which are compared as they print."""
         entries = self.gather({name: repr(value) for name, value in options.items()})
-        for name in entries[0]:  # rank 0's, so that every rank says the same
+        for name in dict.fromkeys(name for entry in entries for name in entry):
             for rank, entry in enumerate(entries):
                 if entry.get(name) != entries[0].get(name):
                     raise InputError(

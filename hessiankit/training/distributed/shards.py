@@ -8,7 +8,7 @@ gathered too, and the derivatives with respect to them are reduced and scattered
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,12 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hessiankit.engine.checkpoints import CheckpointSegment
 from hessiankit.engine.parameter_memory import ParameterMemory, Sums
 from hessiankit.primitives.primitive import CovectorSum
 from hessiankit.request.state import ModuleState
 from hessiankit.support.errors import InputError
+from hessiankit.support.inner_products import Vectors
+from hessiankit.support.torch_state import has_memory
 from hessiankit.tracing.trace import Trace
 from hessiankit.training.distributed.ranks import Ranks
 
@@ -30,26 +34,34 @@ from hessiankit.training.distributed.ranks import Ranks
 class ShardedModel:
     """A model after ``fully_shard``, with a whole parameter for each sharded one.
 
+    Within :meth:`plain` each rank gathers what it reads, when it reads it, and the others take part (:class:`ReadingRanks`): no
+    rank holds all parameters, and an error on one of them leaves none waiting. Products know what all ranks read, and when.
+
     Attributes:
+        ranks: The ranks; within :meth:`plain` they take part in what others read.
         module: The model.
         shards: Sharded parameters, detached, by name.
-        whole: Whole parameters by name; they have memory within :meth:`present` alone.
+        whole: Whole parameters by name; they have memory where they are read alone.
         position: Number of this rank's piece.
         replicas: Number of ranks that hold the same piece.
+        memories: Names of parameters by the storages of whole ones.
+        is_plain: Whether ranks gather what they read, each by itself.
     """
 
     def __init__(self, ranks: Ranks, module: nn.Module) -> None:
-        self.ranks, self.module = ranks, module
+        self.ranks, self.module = ReadingRanks(ranks, self), module
         self.shards: dict[str, DTensor] = {}
         self.whole: dict[str, nn.Parameter] = {}
+        self.memories: dict[int, str] = {}
+        self.is_plain = False
+        self._copies: dict[str, list[Tensor]] = {}
         self._readers: dict[str, int] = {}
+        self._calls = 0
         for name, p in module.named_parameters():
             check_layout(ranks, name, p)
             assert isinstance(p, DTensor)
-            self.shards[name], self._readers[name] = p.detach(), 0  # type: ignore[assignment]
-            whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            whole.untyped_storage().resize_(0)
-            self.whole[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
+            self.shards[name], self._readers[name], self._copies[name] = p.detach(), 0, []  # type: ignore[assignment]
+            self.whole[name] = nn.Parameter(self._without_memory(name, p.dtype), requires_grad=p.requires_grad)
         group = Bucket(ranks, list(self.shards.values())).group(Shard)
         self.position, self.replicas = dist.get_rank(group), ranks.size // dist.get_world_size(group)
 
@@ -66,36 +78,63 @@ class ShardedModel:
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
-        """Let the module be as before ``fully_shard``: whole parameters, and neither hooks nor class of FSDP."""
-        whole_of = {id(p): self.whole[name] for name, p in self.module.named_parameters()}
+        """Let the module be as before ``fully_shard``: whole parameters, and neither hooks nor class of FSDP.
+
+        A parameter has memory while a module that it belongs to is called, and in each operation that reads it elsewhere.
+        """
+        names_of = {id(p): name for name, p in self.module.named_parameters()}
         with ExitStack() as undo:
             for module in list(self.module.modules()):
-                for key, p in module._parameters.items():
-                    if id(p) in whole_of:
-                        undo.callback(module._parameters.__setitem__, key, p)
-                        module._parameters[key] = whole_of[id(p)]
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    undo.callback(_refill, hooks, dict(hooks))
                 if isinstance(module, FSDPModule):
                     state = module._get_fsdp_state()
                     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                        undo.callback(_refill, hooks, dict(hooks))
                         for number in [number for number, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
                             del hooks[number]
                     undo.callback(setattr, module, "__class__", type(module))
                     module.__class__ = type(module).__bases__[1]  # type: ignore[assignment]
-            yield self.module
+                names = [names_of[id(p)] for p in module._parameters.values() if id(p) in names_of]
+                for key, p in module._parameters.items():
+                    if id(p) in names_of:
+                        undo.callback(module._parameters.__setitem__, key, p)
+                        module._parameters[key] = self.whole[names_of[id(p)]]
+                if names or module is self.module:
+                    self._watch(module, names)
+            undo.callback(setattr, self, "is_plain", False)
+            self.is_plain = True
+            with _Reads(self):
+                yield self.module
+
+    def _watch(self, module: nn.Module, names: list[str]) -> None:
+        """Let parameters have memory while a module is called."""
+        calls: list[ExitStack] = []
+
+        def begin(*_: Any) -> None:
+            calls.append(ExitStack())
+            self._calls += 1
+            calls[-1].enter_context(self.present(names))
+
+        def end(*_: Any) -> None:
+            self._calls -= 1
+            calls.pop().close()
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)
 
     @contextmanager
     def present(self, names: Iterable[str]) -> Iterator[None]:
-        """Let whole parameters have their values, of all ranks' pieces, within the context."""
+        """Let whole parameters have their values, of all ranks' pieces, within the context; all ranks enter it together.
+
+        Within :meth:`plain` a rank enters it by itself, for what it reads.
+        """
         names = list(names)
-        absent = [name for name in names if not self._readers[name]]
-        bucket = Bucket(self.ranks, [self.shards[name] for name in absent])
-        values = bucket.gather([self.shards[name].to_local().unsqueeze(0) for name in absent])
-        for name, value in zip(absent, values, strict=True):
-            whole = self.whole[name]
-            whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-            whole.data.copy_(value[0])
-        del values
+        absent = {name for name in names if not self._readers[name]}
+        if not self.is_plain:
+            self.take(absent, absent)
+        elif absent:
+            with _unseen():
+                self.ranks.read(absent)
         for name in names:
             self._readers[name] += 1
         try:
@@ -103,13 +142,165 @@ class ShardedModel:
         finally:
             for name in names:
                 self._readers[name] -= 1
-                if not self._readers[name]:
-                    self.whole[name].untyped_storage().resize_(0)
+            self._free(names)
+
+    def converted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a whole parameter, or a view of one, in another type: of memory that is there when the parameter's is."""
+        name = self.memories[x.untyped_storage()._cdata]
+        copy = next((copy for copy in self._copies[name] if copy.dtype == dtype), None)
+        copy = self._without_memory(name, dtype) if copy is None else copy
+        with self.empty({name}):
+            return copy.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    @contextmanager
+    def empty(self, names: Iterable[str]) -> Iterator[None]:
+        """Let parameters have memory without values within the context: torch makes no view of memory that is not there."""
+        absent = [name for name in names if not self._readers[name]]
+        self._allocate(absent)
+        try:
+            yield
+        finally:
+            self._free(absent)
+
+    def absent(self, tensors: Iterable[Any]) -> set[str]:
+        """Return the names of the parameters whose memory some tensors view, and that is not there."""
+        storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor) and has_memory(x) and x.numel()]
+        return {self.memories[s._cdata] for s in storages if not s.nbytes() and s._cdata in self.memories}
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the module, or a part of it, is being called."""
+        return self._calls > 0
+
+    def _without_memory(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the shape of a parameter, which :meth:`present` fills."""
+        shard = self.shards[name]
+        whole = torch.empty(shard.shape, dtype=dtype, device=shard.device)
+        whole.untyped_storage().resize_(0)
+        self.memories[whole.untyped_storage()._cdata] = name
+        self._copies[name].append(whole)
+        return whole
+
+    def _allocate(self, names: Iterable[str]) -> None:
+        for whole in (whole for name in names for whole in self._copies[name]):
+            whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+
+    def _free(self, names: Iterable[str]) -> None:
+        for whole in (whole for name in names if not self._readers[name] for whole in self._copies[name]):
+            whole.untyped_storage().resize_(0)
+
+    def take(self, names: Iterable[str], wanted: Container[str]) -> None:
+        """Gather parameters, which all ranks do together, and keep those that are wanted here."""
+        names = sorted(names)
+        bucket = Bucket(self.ranks, [self.shards[name] for name in names])
+        values = bucket.gather([self.shards[name].to_local().unsqueeze(0) for name in names])
+        self._allocate(name for name in names if name in wanted)
+        for name, value in zip(names, values, strict=True):
+            for whole in self._copies[name] if name in wanted else ():
+                whole.copy_(value[0])
+
+
+class ReadingRanks(Ranks):
+    """Ranks that gather what any of them reads whenever they meet: a rank that has met the others waits for those that read.
+
+    Args:
+        ranks: The ranks.
+        model: Model whose parameters are read.
+    """
+
+    def __init__(self, ranks: Ranks, model: ShardedModel) -> None:
+        vars(self).update(vars(ranks))
+        self._model = model
+
+    def read(self, names: Container[str]) -> bool:
+        """Gather parameters, and those that other ranks read now; return whether any did."""
+        marks = torch.tensor([name in names for name in self._model.shards], dtype=torch.int32, device="cpu")
+        union = [name for name, count in zip(self._model.shards, self.sum(marks).tolist(), strict=True) if count]
+        self._model.take(union, names)
+        return bool(union)
+
+    def gather(self, value: Any) -> list[Any]:
+        while self._model.is_plain and self.read(()):
+            pass
+        return super().gather(value)
+
+
+class _Reads(TorchDispatchMode):
+    """Lets a whole parameter have memory in each operation that reads it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: ShardedModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = self._model.absent(tree_leaves((args, kwargs)))
+        if not names:
+            return func(*args, **kwargs)
+        if getattr(func, "is_view", False):
+            with self._model.empty(names):
+                return func(*args, **kwargs)
+        dtype = kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and dtype is not None and not self._model.is_called:
+            return self._model.converted(args[0], dtype)
+        with self._model.present(names):
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Let no recorder of torch's operations see those within the context, which are none of the module's."""
+    disabled = torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
+    with disabled[0], disabled[1], disabled[2], torch.no_grad():
+        yield
 
 
 def _refill(hooks: dict[int, Any], content: Mapping[int, Any]) -> None:
     hooks.clear()
     hooks.update(content)
+
+
+class Pieces(Vectors):
+    """Vectors of which each rank has a piece: its pieces of the parameters, one after the other.
+
+    Args:
+        model: Model whose parameters a vector has an entry for.
+        names: Their names, in the order of the entries.
+    """
+
+    def __init__(self, model: ShardedModel, names: Sequence[str]) -> None:
+        self._model, self._shards = model, [model.shards[name] for name in names]
+
+    def sum(self, terms: Tensor) -> Tensor:
+        return self._model.ranks.sum(terms.clone()) / self._model.replicas
+
+    def drawn(self, draw: Callable[[int], Tensor], size: int) -> Tensor:
+        """Return the entries here of the vector that one process would draw; all are drawn, some at a time."""
+        total, pool, pieces = sum(shard.numel() for shard in self._shards), torch.empty(0, dtype=torch.float64, device="cpu"), []
+        for shard in self._shards:
+            while len(pool) < shard.numel():
+                step = total if total < 2 * DRAWN else DRAWN
+                total -= step
+                pool = torch.cat([pool, draw(step)])
+            whole, pool = pool[: shard.numel()].view(shard.shape), pool[shard.numel() :].clone()
+            axis, local = _axis(shard), shard.to_local().shape
+            first = min(self._model.position * Bucket(self._model.ranks, [shard]).longest(shard), shard.shape[axis])
+            pieces.append(whole.narrow(axis, first, local[axis]).reshape(-1))
+        return torch.cat(pieces)
+
+    def qr(self, Y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q, this rank's rows, and R, by the QR factorisation of all ranks' factors R one upon the other."""
+        Q, R = super().qr(Y)
+        factors = dict(self._model.ranks.gather((self._model.position, R.cpu())))
+        first = sum(len(factors[k]) for k in range(self._model.position))
+        Q_factors, R_total = super().qr(torch.cat([factors[k] for k in sorted(factors)]).to(Y))
+        return Q @ Q_factors[first : first + len(R)], R_total
+
+
+DRAWN = 2**20
+"""Entries drawn at once: 8 MiB. A multiple of 16, as many as torch draws together on a CPU: parts are drawn as the whole is."""
 
 
 def check_layout(ranks: Ranks, name: str, p: Tensor) -> None:
@@ -136,7 +327,7 @@ class Bucket:
         if not pieces:
             return []
         packed = torch.cat(
-            [self._rows(x, shard, self._longest(shard)).reshape(-1) for x, shard in zip(pieces, self._shards, strict=True)]
+            [self._rows(x, shard, self.longest(shard)).reshape(-1) for x, shard in zip(pieces, self._shards, strict=True)]
         )
         group = self.group(Shard)
         whole = packed.new_empty(dist.get_world_size(group), packed.numel())
@@ -144,7 +335,7 @@ class Bucket:
             dist.all_gather_into_tensor(whole.view(-1), packed, group=group)
         S, start, tensors = len(pieces[0]), 0, []
         for shard in self._shards:
-            axis, longest = _axis(shard), self._longest(shard)
+            axis, longest = _axis(shard), self.longest(shard)
             rest = [n for k, n in enumerate(shard.shape) if k != axis]
             stop = start + S * longest * math.prod(rest)
             rows = (
@@ -154,16 +345,19 @@ class Bucket:
             start = stop
         return tensors
 
-    def scatter(self, terms: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's pieces of the sums over the ranks: (S, *shape) to (S, *piece)."""
+    def scatter(self, terms: list[Tensor]) -> list[Tensor]:
+        """Return this rank's pieces of the sums over the ranks: (S, *shape) to (S, *piece); each term is taken off the list."""
         if not terms:
             return []
         group = self.group(Shard)
-        size, S, columns = dist.get_world_size(group), len(terms[0]), []
-        for x, shard in zip(terms, self._shards, strict=True):
-            rows = self._rows(x, shard, size * self._longest(shard))
-            columns.append(rows.unflatten(1, (size, -1)).movedim(1, 0).reshape(size, -1))
-        packed = torch.cat(columns, 1)
+        size, S, start = dist.get_world_size(group), len(terms[0]), 0
+        lengths = [S * shard.numel() // shard.shape[_axis(shard)] * self.longest(shard) for shard in self._shards]
+        packed = terms[0].new_empty(size, sum(lengths))
+        for shard, length in zip(self._shards, lengths, strict=True):
+            rows = self._rows(terms.pop(0), shard, size * self.longest(shard))
+            packed[:, start : start + length] = rows.unflatten(1, (size, -1)).movedim(1, 0).reshape(size, -1)
+            start += length
+            del rows
         total = packed.new_empty(packed.shape[1])
         with self._ranks.exchange():
             dist.reduce_scatter_tensor(total, packed.view(-1), group=group)
@@ -173,8 +367,8 @@ class Bucket:
         for shard in self._shards:
             axis, local = _axis(shard), shard.to_local()
             rest = [n for k, n in enumerate(shard.shape) if k != axis]
-            stop = start + S * self._longest(shard) * math.prod(rest)
-            rows = total[start:stop].view(S, self._longest(shard), *rest)[:, : local.shape[axis]]
+            stop = start + S * self.longest(shard) * math.prod(rest)
+            rows = total[start:stop].view(S, self.longest(shard), *rest)[:, : local.shape[axis]]
             pieces.append(rows.movedim(1, axis + 1))
             start = stop
         return pieces
@@ -184,14 +378,16 @@ class Bucket:
         mesh, placements = self._shards[0].device_mesh, self._shards[0].placements
         return mesh.get_group(next(k for k, p in enumerate(placements) if isinstance(p, kind)))
 
-    def _longest(self, shard: DTensor) -> int:
+    def longest(self, shard: DTensor) -> int:
+        """Return the length of the longest piece along the sharded axis."""
         return -(-shard.shape[_axis(shard)] // dist.get_world_size(self.group(Shard)))
 
     @staticmethod
     def _rows(x: Tensor, shard: DTensor, length: int) -> Tensor:
         """Return a stack of pieces with the sharded axis behind the first one, filled up to a length."""
         rows = x.movedim(_axis(shard) + 1, 1)
-        return torch.cat([rows, rows.new_zeros(len(rows), length - rows.shape[1], *rows.shape[2:])], 1)
+        missing = length - rows.shape[1]
+        return torch.cat([rows, rows.new_zeros(len(rows), missing, *rows.shape[2:])], 1) if missing else rows
 
 
 def _axis(shard: DTensor) -> int:
@@ -227,26 +423,29 @@ class ShardedParameters(ParameterMemory):
 
     def begin(self, trace: Trace, ids: Mapping[str, int], segments: Sequence[CheckpointSegment]) -> None:
         super().begin(trace, ids, segments)
-        self._names = {at: name for name, at in ids.items()}
-        names = {p.untyped_storage()._cdata: name for name, p in self._model.whole.items()}
-        read = []
+        self._names, self._read = {at: name for name, at in ids.items()}, []
+        converted = next((name for name, at in ids.items() if self.values[at].dtype != self._model.shards[name].dtype), None)
+        if converted is not None:
+            raise InputError(
+                f"{self._model.ranks.who}: {converted!r} is {self._model.shards[converted].dtype}, and the model also computes "
+                f"in {self.values[ids[converted]].dtype}; bring a sharded model to that type, "
+                "e.g. model.float() before fully_shard"
+            )
         for segment in segments:
             places = {at for a in segment.applications for at in (*a.inputs, a.output) if at is not None}
             held = (x for a in segment.applications for x in vars(a.primitive).values() if isinstance(x, Tensor))
             values = [*(trace.values[at] for at in places), *held]
-            views = {names.get(x.untyped_storage()._cdata) for x in values if x.layout is torch.strided}
-            read.append({name for name in names.values() if name in views or ids.get(name) in places})
-        of_ranks = self._model.ranks.gather(read)  # experts without a token on one rank may have some on another
-        who, counts = self._model.ranks.who, [len(of_rank) for of_rank in of_ranks]
+            storages = (x.untyped_storage()._cdata for x in values if has_memory(x))
+            views = {self._model.memories[storage] for storage in storages if storage in self._model.memories}
+            self._read.append(sorted(views | {self._names[at] for at in places if at in self._names}))
+
+    def agree(self) -> None:
+        """Let all ranks read in each segment what any of them does: experts without a token on one may have some on another."""
+        of_ranks, counts = zip(*self._model.ranks.gather((self._read, len(self._read))), strict=True)
         if len(set(counts)) > 1:
             raise InputError(
-                f"{who}: the ranks' batches cut the model into {counts} segments; give all ranks batches of one shape"
-            )
-        converted = next((name for name, at in ids.items() if self.values[at].dtype != self._model.shards[name].dtype), None)
-        if converted is not None:
-            raise InputError(
-                f"{who}: {converted!r} is {self._model.shards[converted].dtype}, and the model also computes in "
-                f"{self.values[ids[converted]].dtype}; bring a sharded model to that type, e.g. model.float() before fully_shard"
+                f"{self._model.ranks.who}: the ranks' batches cut the model into {list(counts)} segments; give all ranks "
+                "batches of one shape"
             )
         self._read = [sorted(set().union(*segment)) for segment in zip(*of_ranks, strict=True)]
 
@@ -274,8 +473,7 @@ class ShardedParameters(ParameterMemory):
             shards = self._shards(k)
             sums = {at: CovectorSum(self.values[at].new_empty(len(rows), *shard.shape)) for at, shard in shards.items()}
             yield sums
-            terms = [total.close().to(rows.dtype).mul_(self._weight) for total in sums.values()]
-            sums.clear()
+            terms = [sums.pop(at).close().to(rows.dtype).mul_(self._weight) for at in shards]
             for at, total in zip(shards, Bucket(self._model.ranks, list(shards.values())).scatter(terms), strict=True):
                 pieces[at] += total
 
