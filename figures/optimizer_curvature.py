@@ -195,31 +195,30 @@ def by_type(settings: Settings) -> dict[str, Any]:
     return {"steps": steps, "ratios": found}
 
 
-def draw_run(figure: Figure, left: float, run: dict[str, Any], title: str) -> Axes:
-    """Draw the training loss of one run and below it its measures in log scale, and return the axes of the measures."""
+def draw_run(figure: Figure, left: float, run: dict[str, Any], title: str) -> None:
+    """Draw the training loss of one run and below it its measures in log scale, with the marks that ``draw_leads`` names."""
     above, axes = figure.add_axes((left, 0.845, 0.40, 0.105)), figure.add_axes((left, 0.60, 0.40, 0.215))
     heading(above, title, "", "loss, nats")
     above.plot(range(1, len(run["losses"]) + 1), run["losses"], color=INK, linewidth=0.8)
     above.tick_params(labelbottom=False)
     heading(axes, "", "step", "measure / its threshold")
     steps = [row["step"] for row in run["rows"]]
-    for (name, label), colour, mark in zip(MEASURES.items(), METHOD_COLOURS, METHOD_MARKS, strict=False):
+    for name, colour, mark in zip(MEASURES, METHOD_COLOURS, METHOD_MARKS, strict=False):
         values = [math.nan if row[name] is None or row[name] <= 0 else row[name] for row in run["rows"]]
-        axes.plot(steps, values, color=colour, marker=mark, markersize=2.2, linewidth=0.9, label=label)
+        axes.plot(steps, values, color=colour, marker=mark, markersize=2.2, linewidth=0.9)
     axes.axhline(1.0, color=FAINT, linewidth=0.8, linestyle="--")
     axes.set_yscale("log")
     for each in (above, axes):
         each.set_xlim(0, len(run["losses"]) + 1)
-    return axes
 
 
 def draw_leads(axes: Axes, runs: list[dict[str, Any]], stable: list[dict[str, Any]]) -> None:
     """Draw by how many steps each warning comes before the spike, a dot a run, with runs without a warning and false alarms."""
     heading(axes, "steps from warning to spike", "steps; a mark per run")
     spiked = [run for run in runs if run["spike"] is not None]
-    for k, (name, colour) in enumerate(zip(MEASURES, METHOD_COLOURS, strict=False)):
+    for k, (name, colour, mark) in enumerate(zip(MEASURES, METHOD_COLOURS, METHOD_MARKS, strict=False)):
         leads = [run["spike"] - at for run in spiked if (at := warning(run, name)) is not None]
-        axes.plot(leads, k + np.linspace(-0.25, 0.25, max(len(leads), 1))[: len(leads)], "o", color=colour, markersize=2.5)
+        axes.plot(leads, k + np.linspace(-0.25, 0.25, max(len(leads), 1))[: len(leads)], mark, color=colour, markersize=2.8)
         false = sum(warning(run, name) is not None for run in stable)
         text = f"{MEASURES[name]}\n{len(leads)} of {len(spiked)} warned, {false} of {len(stable)} false"
         axes.text(1.03, k, text, fontsize=6, transform=axes.get_yaxis_transform(), va="center", ha="left", color=colour)
@@ -258,10 +257,8 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     calm = next((k for k, run in enumerate(settings.runs(stable=True)) if run.lr == 3e-3), 0)
     with style():
         figure = page(7.6, 5.2)
-        measures = draw_run(figure, 0.075, runs[shown], "rate raised by 5 % a step from step 60")
+        draw_run(figure, 0.075, runs[shown], "rate raised by 5 % a step from step 60")
         draw_run(figure, 0.575, stable_runs[calm], "rate 0.003 throughout")
-        measures.set_xlim(left=-60)  # room for the key
-        measures.legend(fontsize=6, loc="upper left", frameon=True, edgecolor="none")
         draw_leads(figure.add_axes((0.075, 0.085, 0.24, 0.38)), runs, stable_runs)
         draw_types(figure.add_axes((0.61, 0.085, 0.365, 0.38)), types)
         picture = save(figure, out / f"{NAME}{suffix}")
