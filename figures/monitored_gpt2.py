@@ -27,7 +27,7 @@ from hessiankit.curvature.plot_frame import panels
 from hessiankit.support.environment import environment
 from hessiankit.support.torch_state import preserved_random_states
 from hessiankit.training.monitoring import Monitor, MonitorLog
-from hessiankit.training.monitoring.log import BLUE, LINE, PANELS, VERMILION, over_steps
+from hessiankit.training.monitoring.log import BLUE, LINE, VERMILION, over_steps, panels_of
 
 NAME = Path(__file__).stem
 APPROXIMATIONS = ("diagonal", "kfac")
@@ -105,7 +105,7 @@ def cosine_panel(axes: Axes, log: MonitorLog) -> None:
 
 def draw_log(log: MonitorLog, path: Path, title: str) -> None:
     """Draw what every monitor measures, and the two measurements of this run after the loss."""
-    drawn = [panel for keys, panel in PANELS if log.has(*keys)]
+    drawn = panels_of(log)
     drawn[3:3] = [eigenvalue_panel, cosine_panel]
     with panels(NAME, len(drawn), title, path) as (_, every):
         for axes, panel in zip(every, drawn, strict=True):

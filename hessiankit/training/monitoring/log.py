@@ -145,18 +145,14 @@ class MonitorLog(Printed):
         Raises:
             InputError: There is no measurement, or the suffix is another one.
         """
-        panel_drawers = [draw for keys, draw in PANELS if self.has(*keys) and (draw is not _angles or self._layers() > 2)]
-        if not len(self) or not panel_drawers:
+        panel_drawers = panels_of(self)
+        if not panel_drawers:
             raise InputError(f"MonitorLog.plot: {self.path} holds no measurement yet; nothing to draw")
         heading = title or f"{self.header['model']}, {self.header['entries']:,} parameters ({self.path.name})"
         with panels("MonitorLog.plot", len(panel_drawers), heading, path) as (figure, all_axes):
             for axes, draw in zip(all_axes, panel_drawers, strict=True):
                 draw(axes, self)
         return figure
-
-    def _layers(self) -> int:
-        """Return the number of layers between whose streams, one more, angular distances were measured."""
-        return max(len(angles or (0,)) - 1 for angles in self.entries("depth", "angles", "all"))
 
     def _parts(self) -> Iterator[Piece]:
         headers, rows = self._table()
@@ -396,3 +392,9 @@ PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("depth", "ggn"), _by_layer(r"$\lambda_{\max}$ of the Gauss-Newton matrix of each block", "ggn", "top")),
 )  # fmt: skip
 """Entry of a measurement, and the panel that shows it."""
+
+
+def panels_of(log: MonitorLog) -> list[Panel]:
+    """Return the panels of what was measured, without a map of angular distances of one or two layers."""
+    layers = max((len(angles or (0,)) - 1 for angles in log.entries("depth", "angles", "all")), default=0)
+    return [panel for keys, panel in PANELS if log.has(*keys) and (panel is not _angles or layers > 2)]
