@@ -69,7 +69,7 @@ def shifted(at: slice, by: int) -> slice:
 class MatrixRows:
     """Adds A + A^T to a matrix, of which :class:`hessiankit.engine.block_rows.BlockRows` gives summands.
 
-    Of two parameters one block is added to, that above the diagonal, which :meth:`SymmetricStorage.mirror` copies below it.
+    Only blocks on and above the diagonal receive sums; :meth:`SymmetricStorage.mirror` copies them below it.
 
     Args:
         matrix: Matrix that is added to.

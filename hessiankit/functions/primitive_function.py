@@ -99,13 +99,13 @@ def _present(x: Sequence[Given]) -> Sequence[Given]:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A primitive by its name, and what the tensors of a call are.
+    """Name of a primitive, and how to read the tensors of a call.
 
     Attributes:
-        stacks: Whether one leading axis more on every tensor is a stack of calls, as ``vmap`` needs it; else they are made
-            one by one.
-        needs: The inputs whose covectors are returned.
-        with_push: Whether Push(x, t) is returned behind them, which they make use of.
+        stacks: Whether all calls of a ``vmap`` are one call, with an extra leading axis on every tensor. If not, they are
+            made one after the other.
+        needs: Indices of the inputs whose covectors are returned.
+        with_push: Whether Push(x, t), an intermediate result of the covectors, is returned after them.
     """
 
     name: str

@@ -94,7 +94,7 @@ class _Tape(TorchDispatchMode):
         return result
 
     def replay(self, rows: Tensor) -> Tensor:
-        """Return the product with other rows."""
+        """Return the recorded product, with other vectors as rows."""
         with torch.inference_mode():
             self._rows.copy_(rows)
             for call in self._calls:

@@ -280,9 +280,9 @@ RECORDING: ContextVar[StandsFor | None] = ContextVar("RECORDING", default=None)
 
 
 def recording() -> StandsFor | None:
-    """Return what notes that a tensor has the entries of a recorded one; None where torch's operations are not recorded.
+    """Return the function of the active recorder that registers a tensor as a copy of a recorded one; None without a recorder.
 
-    Where they are, the package's own versions of some call torch's.
+    Under a recorder, the package's own versions of some operations call torch's.
     """
     return None if torch.compiler.is_compiling() else RECORDING.get()
 

@@ -201,7 +201,7 @@ class ShardedModel:
 
 
 class ReadingRanks(Ranks):
-    """Ranks that gather what any of them reads whenever they meet: a rank that has met the others waits for those that read.
+    """Ranks that serve reads before every collective call: while any rank reads a parameter, all of them gather it.
 
     Args:
         ranks: The ranks.
