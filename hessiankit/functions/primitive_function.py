@@ -104,7 +104,7 @@ class Call:
     Attributes:
         stacks: Whether all calls of a ``vmap`` are one call, with an extra leading axis on every tensor. If not, they are
             made one after the other.
-        needs: Indices of the inputs whose covectors are returned.
+        needs: Whether the covector of each input is returned.
         with_push: Whether Push(x, t), an intermediate result of the covectors, is returned after them.
     """
 
