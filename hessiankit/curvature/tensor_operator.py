@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as shallow_copy
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -147,16 +148,18 @@ class TensorOperator(LinearOperator):
         return self._adjoint()  # real
 
 
-def by_all_processes(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Call a function of an operator by all processes that hold it: with its inner products, and the same options."""
+def by_all_processes(function: Callable[P, R]) -> Callable[P, R]:
+    """Call a function of an operator, its first argument, on all processes that hold it, with the same options."""
+    first = next(iter(signature(function).parameters))
 
     @wraps(function)
-    def called(operator: Any, *args: P.args, **options: P.kwargs) -> R:
+    def called(*args: P.args, **options: P.kwargs) -> R:
+        operator = args[0] if args else options.get(first)
         if not isinstance(operator, TensorOperator):
-            return function(operator, *args, **options)
+            return function(*args, **options)
         plain = {name: x for name, x in options.items() if x is None or isinstance(x, (bool, int, float, str))}
         with operator.same_call(function.__name__, **plain):
-            return function(operator, *args, **options)
+            return function(*args, **options)
 
     return called
 
