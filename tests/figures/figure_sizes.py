@@ -77,6 +77,7 @@ CURVATURE = {
     "approximations": Small(".png .csv .json _tables.md", lambda m: {"QUICK": m.Settings(("pre",), (0, 1), 4, 4, 6, 2)}),
     "block_diagonal": Small(".png _trend.png .csv"),
     "block_rows": Small(".png .csv"),
+    "bounds_by_size": Small(".png .csv .json", lambda m: {"QUICK": m.Settings((2, 3), (1, 2), (3, 4), (1, 2), 1)}),
     "bounds_over_truth": Small(".png .json .md", lambda m: {"QUICK": m.Settings(1, (0, 2), (3,), 1, ("hybridnorm",), 1)}),
     "curvature_gap_3_4": Small(".png .csv _norms_after.png _norms_after.csv _growth.png _growth.csv _verdicts.json"),
     "curvature_gap_5": Small(".png .csv _verdicts.json"),
