@@ -73,4 +73,4 @@ def test_a_release_has_absolute_links() -> None:
     assert len(targets) == len(re.findall(r"\]\([^)]+\)", README))
     assert all(target.startswith("https://") for target in targets)
     assert sum((ROOT / name).is_file() for name in local if not name.startswith("https:")) > 25
-    assert page.count("![") == page.count("(https://host/owner/name/raw/v1/") == 1
+    assert page.count("![") == page.count("(https://host/owner/name/raw/v1/") == 2

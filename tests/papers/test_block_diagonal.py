@@ -134,3 +134,10 @@ def test_the_page_is_of_the_committed_measures() -> None:
     assert report.row_error < measures.TOLERANCE
     page = (DOCS / "block_diagonal.md").read_text(encoding="utf-8")
     assert fill(page, study.sections(report)) == page
+
+
+def test_the_page_is_of_the_committed_measures_of_larger_models() -> None:
+    page = (DOCS / "block_diagonal.md").read_text(encoding="utf-8")
+    sections = study.sections(study.read(DOCS / "block_diagonal_small.json"))
+    assert set(sections) == {"larger-runs", "larger-hessian-share", "larger-losses"}
+    assert all(f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page for name, text in sections.items())
