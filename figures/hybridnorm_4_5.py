@@ -75,9 +75,9 @@ class Settings:
 
     Attributes:
         first: A model of Figure 4.
-        seeds: Its seeds.
+        seeds: Seeds of the runs.
         deep: A model of Figure 5; its steps are what its second panel is after.
-        flow_seeds: Its seeds.
+        flow_seeds: Seeds of the gradients of Figure 5.
         depths: Numbers of blocks of the ratios at initialisation.
         ratio_seeds: Their seeds.
     """

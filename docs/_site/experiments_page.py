@@ -1,6 +1,6 @@
 """The page of the papers' experiments, docs/experiments.md: every figure and table with its command, its sizes, and what was run.
 
-``python docs/_site/experiments_page.py`` makes it anew from ``papers.experiments.catalogue``.
+``python docs/_site/experiments_page.py`` writes it from ``papers.experiments.catalogue``.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class Recipe:
     """Numbers that the experiments of a paper share.
 
     Attributes:
-        paper: The printed ones.
+        paper: Printed numbers.
         small: Attributes of small runs, whatever the model.
-        tiny: Those of tiny ones, on top of ``small``.
+        tiny: Attributes of tiny runs, on top of ``small``.
         data: Data of the paper.
     """
 
@@ -54,11 +54,11 @@ class Model:
     """A model of a paper.
 
     Attributes:
-        paper: Its printed numbers.
+        paper: Printed numbers.
         parameters: Printed number of parameters, and its place; None where there is none.
         why: Reason of a count that differs, the ledger's row where there is one.
-        small: Its attributes in small runs.
-        tiny: Its attributes in tiny runs.
+        small: Attributes of small runs.
+        tiny: Attributes of tiny runs.
         within: Relative difference from the print that rounding explains.
     """
 

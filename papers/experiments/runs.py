@@ -47,8 +47,8 @@ class Run:
     """A finished run.
 
     Attributes:
-        spec: Its description.
-        folder: Where it is kept, with the monitor's file.
+        spec: Description of the run.
+        folder: Folder of its files, the monitor's among them.
         models: State of the model after each step that was kept; where a run broke off, as it was there.
         steps: Steps of the evaluations, 0 first.
         losses: Held-out nats a token there; infinite from where the training loss was no number.

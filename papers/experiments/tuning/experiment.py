@@ -125,7 +125,7 @@ class RunResult:
     """What a run showed.
 
     Attributes:
-        spec: Its description.
+        spec: Description of the run.
         steps: Steps of the evaluations, 0 first.
         losses: Held-out nats a byte there; infinite from where the loss was no number.
         seconds: Time taken.
