@@ -54,14 +54,13 @@ class ShardedModel:
         self.whole: dict[str, nn.Parameter] = {}
         self.memories: dict[int, str] = {}
         self.is_plain = False
-        self._copies: dict[str, list[Tensor]] = {}
+        self._values: dict[str, Tensor] = {}
         self._readers: dict[str, int] = {}
-        self._calls = 0
         for name, p in module.named_parameters():
             check_layout(ranks, name, p)
             assert isinstance(p, DTensor)
-            self.shards[name], self._readers[name], self._copies[name] = p.detach(), 0, []  # type: ignore[assignment]
-            self.whole[name] = nn.Parameter(self._without_memory(name, p.dtype), requires_grad=p.requires_grad)
+            self.shards[name], self._readers[name] = p.detach(), 0  # type: ignore[assignment]
+            self.whole[name] = nn.Parameter(self._without_memory(name), requires_grad=p.requires_grad)
         group = Bucket(ranks, list(self.shards.values())).group(Shard)
         self.position, self.replicas = dist.get_rank(group), ranks.size // dist.get_world_size(group)
 
@@ -112,11 +111,9 @@ class ShardedModel:
 
         def begin(*_: Any) -> None:
             calls.append(ExitStack())
-            self._calls += 1
             calls[-1].enter_context(self.present(names))
 
         def end(*_: Any) -> None:
-            self._calls -= 1
             calls.pop().close()
 
         module.register_forward_pre_hook(begin)
@@ -144,14 +141,6 @@ class ShardedModel:
                 self._readers[name] -= 1
             self._free(names)
 
-    def converted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a whole parameter, or a view of one, in another type: of memory that is there when the parameter's is."""
-        name = self.memories[x.untyped_storage()._cdata]
-        copy = next((copy for copy in self._copies[name] if copy.dtype == dtype), None)
-        copy = self._without_memory(name, dtype) if copy is None else copy
-        with self.empty({name}):
-            return copy.as_strided(x.shape, x.stride(), x.storage_offset())
-
     @contextmanager
     def empty(self, names: Iterable[str]) -> Iterator[None]:
         """Let parameters have memory without values within the context: torch makes no view of memory that is not there."""
@@ -167,26 +156,21 @@ class ShardedModel:
         storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor) and has_memory(x) and x.numel()]
         return {self.memories[s._cdata] for s in storages if not s.nbytes() and s._cdata in self.memories}
 
-    @property
-    def is_called(self) -> bool:
-        """Whether the module, or a part of it, is being called."""
-        return self._calls > 0
-
-    def _without_memory(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _without_memory(self, name: str) -> Tensor:
         """Return a tensor of the shape of a parameter, which :meth:`present` fills."""
         shard = self.shards[name]
-        whole = torch.empty(shard.shape, dtype=dtype, device=shard.device)
+        whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
         whole.untyped_storage().resize_(0)
         self.memories[whole.untyped_storage()._cdata] = name
-        self._copies[name].append(whole)
+        self._values[name] = whole
         return whole
 
     def _allocate(self, names: Iterable[str]) -> None:
-        for whole in (whole for name in names for whole in self._copies[name]):
+        for whole in (self._values[name] for name in names):
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
 
     def _free(self, names: Iterable[str]) -> None:
-        for whole in (whole for name in names if not self._readers[name] for whole in self._copies[name]):
+        for whole in (self._values[name] for name in names if not self._readers[name]):
             whole.untyped_storage().resize_(0)
 
     def take(self, names: Iterable[str], wanted: Container[str]) -> None:
@@ -196,8 +180,8 @@ class ShardedModel:
         values = bucket.gather([self.shards[name].to_local().unsqueeze(0) for name in names])
         self._allocate(name for name in names if name in wanted)
         for name, value in zip(names, values, strict=True):
-            for whole in self._copies[name] if name in wanted else ():
-                whole.copy_(value[0])
+            if name in wanted:
+                self._values[name].copy_(value[0])
 
 
 class ReadingRanks(Ranks):
@@ -242,9 +226,6 @@ class _Reads(TorchDispatchMode):
         if getattr(func, "is_view", False):
             with self._model.empty(names):
                 return func(*args, **kwargs)
-        dtype = kwargs.get("dtype")
-        if func is torch.ops.aten._to_copy.default and dtype is not None and not self._model.is_called:
-            return self._model.converted(args[0], dtype)
         with self._model.present(names):
             return func(*args, **kwargs)
 
