@@ -157,7 +157,7 @@ class Attention(nn.Module):
         return c if self.b_O is None else c + self.b_O
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.Module | None, heads: int) -> Tensor:
-        """Project tokens and split them into heads, normalised before or after; a single head is left without an axis."""
+        """Project tokens and split them into heads, normalised before or after; a single head has no axis of its own."""
         y = linear(x, weight, bias)  # (..., L, heads * width)
         if norm is not None and self.norm_scope == "full":
             y = norm(y)
@@ -166,7 +166,7 @@ class Attention(nn.Module):
         return norm(y) if norm is not None and self.norm_scope == "head" else y
 
     def _hidden(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
-        """Return which keys (last axis) are hidden from which queries (last but one), or None if all are seen."""
+        """Return which keys (last axis) are hidden from which queries (last but one), or None without a mask."""
         length = x.shape[-2]
         causal = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1) if self.causal else None
         if key_padding_mask is None:
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         return padding if causal is None else padding | causal
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(attention)`` beside the class name."""
+        """Return the options shown by ``print(attention)``."""
         heads = f"{self.n_heads} heads" if self.n_heads == self.n_kv_heads else f"{self.n_heads} heads on {self.n_kv_heads}"
         parts = (heads, f"d_k={self.d_k}", f"d_v={self.d_v}", *(("causal",) if self.causal else ()))
         return ", ".join((*parts, *((f"rotary theta={self.rotary_theta:g}",) if self.rotary else ())))

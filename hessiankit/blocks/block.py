@@ -160,7 +160,7 @@ class TransformerBlock(nn.Module):
         return self.equation(self if key_padding_mask is None else _Masked(self, key_padding_mask), x)
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(block)`` beside the class name."""
+        """Return the options shown by ``print(block)``."""
         depth = f", layer {self.layer} of {self.n_layers}" if placement_of(self.placement).depends_on_depth else ""
         layer_name = self.own_placement.name
         return f"placement={self.placement}{depth}{f' ({layer_name})' if layer_name != self.placement else ''}"

@@ -75,7 +75,7 @@ class TokenEmbedding(nn.Module):
         return tokens if self.P is None else tokens + self.P[:length]
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(embedding)`` beside the class name."""
+        """Return the options shown by ``print(embedding)``."""
         positions = "" if self.P is None else f", {self.P.shape[0]} positions"
         return f"{self.W_E.shape[0]} tokens, d_model={self.W_E.shape[1]}{positions}"
 
@@ -103,7 +103,7 @@ class TokenHead(nn.Module):
         return z @ (self.W_E.T if self.W_C is None else self.W_C)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(head)`` beside the class name."""
+        """Return the options shown by ``print(head)``."""
         return f"{_sizes(self.W_E.T)}, tied" if self.W_C is None else _sizes(self.W_C)  # type: ignore[union-attr]
 
 
@@ -124,7 +124,7 @@ class _ClassLogits(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(head)`` beside the class name."""
+        """Return the options shown by ``print(head)``."""
         return _sizes(self.W_C)
 
 
@@ -163,7 +163,7 @@ class ClassHead(_ClassLogits):
         return (z * last_token.unsqueeze(-1)).sum(-2)
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(head)`` beside the class name."""
+        """Return the options shown by ``print(head)``."""
         return f"{super().extra_repr()}, {'last' if self.last else 'first'} token"
 
 

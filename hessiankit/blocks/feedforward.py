@@ -78,5 +78,5 @@ class FeedForward(nn.Module):
         return linear(hidden, self.W_2, self.b_2)  # (..., d_model)
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(network)`` beside the class name."""
+        """Return the options shown by ``print(network)``."""
         return f"{self.W_1.shape[0]} -> {self.W_1.shape[1]}, {self.activation}"

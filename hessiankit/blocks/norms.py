@@ -51,7 +51,7 @@ class GroupNorm(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        """Return the words of ``print(norm)`` beside the class name."""
+        """Return the options shown by ``print(norm)``."""
         return f"{self.groups} x {self.size}, {self.kind}, eps={self.eps}"
 
 

@@ -1,4 +1,4 @@
-"""Models for the command line, and batches of text for them: a Hugging Face folder, a function of one's own, a tiny model."""
+"""Models for the command line, and batches of text for them: a Hugging Face folder, the user's function, a tiny model."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: in
 
 
 def _from_function(source: str, seed: int) -> LoadedModel:
-    """Return what ``module:function`` makes."""
+    """Return the model that ``module:function`` returns."""
     where, _, function_name = source.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does, and an installed command does not
     try:
@@ -167,7 +167,7 @@ def _from_function(source: str, seed: int) -> LoadedModel:
 
 
 def _known(model: nn.Module) -> tuple[int | None, int | None]:
-    """Return how many token ids a model knows and how many tokens it takes, as far as it says or shows."""
+    """Return the size of a model's vocabulary and its longest context, by configuration or embedding; None where unknown."""
     config = getattr(model, "config", None)
     rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     rows += [m.embedding.W_E.shape[0] for m in model.modules() if isinstance(m, Transformer)]
@@ -228,7 +228,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error on one line, with what first caused it."""
+    """Return an error and its first cause on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""The plugin that pytest finds when hessiankit is installed: ``pytest --hessian`` prints what the tests compared."""
+"""The plugin that pytest finds when hessiankit is installed: ``pytest --hessian`` prints the comparisons that tests made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def _compared() -> list[tuple[str, str, bool]]:
-    """Return what the tests of this process compared: the test, the verdict, and whether they agree."""
+    """Return the comparisons of this process: the test, the verdict, and whether the results agree."""
     testing = sys.modules.get("hessiankit.verify.testing")
     return [] if testing is None else [(test, report.verdict, bool(report)) for test, report in testing.COMPARED]
 

@@ -52,7 +52,7 @@ class Replayed:
             return self._product(rows) if graph is None else graph.time(self._product, rows)
 
     def _captured(self, rows: Tensor) -> _Graph | None:
-        """Return the graph of a product; None, with a warning, where it cannot be captured, or where it would keep too much."""
+        """Return the graph of a product; None, with a warning, where it cannot be captured or is too large."""
         free = available_memory(rows.device)
         try:
             graph = _Graph(self._product, rows)
@@ -65,7 +65,7 @@ class Replayed:
 
 @dataclass
 class _Trials:
-    """Calls that are timed, so far."""
+    """Times of the first calls."""
 
     count: int = 0
     seconds: float = 0.0  # that the host took for the last one

@@ -69,7 +69,7 @@ def norm_by_lanczos(A: Tensor) -> tuple[float, Tensor]:
 
 
 def top_eigenvalues(values: Tensor, k: int | None) -> Tensor:
-    """Return the k eigenvalues of largest magnitude, in the order that they have; None: all of them.
+    """Return the k eigenvalues of largest magnitude, in ascending order; None: all of them.
 
     >>> top_eigenvalues(torch.tensor([-3.0, -1.0, 2.0]), 2).tolist()
     [-3.0, 2.0]

@@ -115,7 +115,7 @@ class ScalarEstimates(Printed):
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but the diagonal as plain Python values."""
+        """Return everything except the diagonal as plain Python values."""
         about = {"parameters": self.size, "kind": self.kind, "products": self.products, "level": self.level}
         numbers = plain({name: getattr(self, name) for name in ("trace", "frobenius_squared", "traces", "seconds")}, float)
         return {**about, **numbers}
@@ -269,7 +269,7 @@ class Sample:
         return own if self.covariance is None else own + max(self.covariance, SHARED * own)
 
     def half_width(self, level: float) -> float:
-        """Return that of the interval of the mean: Student's with k - 1 degrees of freedom.
+        """Return the half width of the mean's interval: Student's t with k - 1 degrees of freedom.
 
         Of skewed values it has m, 1 / m = 1 / (k - 1) + variance / varying^2: for a gamma variable, the variance of the
         logarithm of the sample variance is 2 / m.
@@ -312,7 +312,7 @@ class Means:
 
 
 class Sketch:
-    """What k vectors of signs and 2 k products show of a symmetric matrix H: leave-one-out values of its trace, norm, diagonal.
+    """Leave-one-out values of trace, norm and diagonal of a symmetric matrix H, from k vectors of signs and 2 k products.
 
     Omega (P, k), k < P, are the signs, Y is H Omega; ``product`` maps V (P, k) to H V in their type, and all else is in float64.
     """

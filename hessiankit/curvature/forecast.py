@@ -141,7 +141,7 @@ def forecast(batches: Sequence[BatchLoss], batch_size: int | None, out: Path | N
 
 
 def _times(dtype: torch.dtype, device: torch.device) -> tuple[float, float, float, float]:
-    """Return the seconds that one of each takes: floating-point operation, byte, byte of new memory, operation of torch."""
+    """Return the seconds of one floating-point operation, one byte moved, one byte of new memory and one call of torch."""
     a = torch.ones(64, 256, 64, dtype=dtype, device=device)
     b = torch.ones(2**21, dtype=dtype, device=device)
     c = torch.ones(8, dtype=dtype, device=device)

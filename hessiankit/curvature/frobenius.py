@@ -288,7 +288,7 @@ class SquareSums:
 
 
 def _at_once(groups: Mapping[str, Tensor], evaluation: Evaluation, kind: str) -> SquareSums | None:
-    """Return the sums of the whole matrix; None where it leaves too little memory."""
+    """Return the sums from the whole matrix; None where it does not fit in memory."""
     first, outer = evaluation.batches[0], kind != "hessian"
     if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
         return None
@@ -353,7 +353,7 @@ def _add_products(sums: SquareSums, operator: HessianOperator, parameter: int, l
 
 
 class SumStore:
-    """The file of the sums of finished panels, which a later call reads where all that they depend on is the same.
+    """The file of the sums of finished panels, which a later call with the same model, data and options reads.
 
     Attributes:
         parameters: Number of the parameters whose rows are in the sums.

@@ -99,7 +99,7 @@ class JacobianOperator(TensorOperator):
         return self._swept(self._push, rows)
 
     def _swept(self, sweep: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """Return what a sweep makes of rows, some at a time."""
+        """Return the rows that a sweep maps some rows to, a chunk at a time."""
         with self._at_the_point():
             products = torch.cat([sweep(part) for part in rows.split(self.block_size)])
         if not bool(torch.isfinite(products).all()) and bool(torch.isfinite(rows).all()):

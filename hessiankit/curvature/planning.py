@@ -116,7 +116,7 @@ def make_plan(batches: Sequence[BatchLoss], batch_size: int | None, limit: float
 
 
 def _measured(batch: BatchLoss, batch_size: int | None) -> Cost | None:
-    """Return the cost of a chunk of a batch; None if the parameters have no effect."""
+    """Return the cost of a chunk of a batch; None if the loss does not depend on the parameters."""
     split = is_split(batch, batch_size)
     with batch.at(), torch.no_grad():
         try:

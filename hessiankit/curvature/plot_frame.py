@@ -161,7 +161,7 @@ FORMATS = ", ".join(SUFFIXES)
 
 
 class Picture(Figure):
-    """A Matplotlib figure of a width and a height in inches, which needs no display, and shows itself in a notebook.
+    """A Matplotlib figure of a width and a height in inches, which needs no display, and is shown in a notebook.
 
     Attributes:
         caption: What a reader must know beside the picture: scale, sizes, what grey means. It is text, and not drawn.
@@ -346,7 +346,7 @@ def dress(axes: Axes) -> None:
 
 
 def log_scale(axes: Axes, *arrays: np.ndarray) -> None:
-    """Use a log scale where every number that is there is positive and finite."""
+    """Use a log scale where all numbers, NaN aside, are positive and finite."""
     values = np.concatenate([np.ravel(a) for a in arrays])
     values = values[np.isfinite(values)]
     if values.size and values.min() > 0:

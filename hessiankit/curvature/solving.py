@@ -185,7 +185,7 @@ class InverseOperator(SymmetricOperator):
         return solution.x.T
 
     def diagonal(self, *, method: str = "auto", products: int = 100, level: float = 0.95, seed: int = 0) -> InverseDiagonal:
-        """Return the diagonal of the inverse: what the saliencies of Optimal Brain Surgeon and SparseGPT are divided by.
+        """Return the diagonal of the inverse: the denominators of the saliencies of Optimal Brain Surgeon and SparseGPT.
 
         Args:
             method: ``"exact"``, from the dense matrix and its inverse; ``"estimate"``, from solutions for random signs, see

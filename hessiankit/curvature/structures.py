@@ -126,7 +126,7 @@ class StructuredOperator(TensorOperator):
         return sum(part.numbers for part in self.structures)
 
     def completed(self, whole: Callable[[], Tensor]) -> StructuredOperator:
-        """Return the matrix with the diagonal that ``whole`` makes, (P,), on the entries that no structure has."""
+        """Return the matrix with the diagonal of ``whole()``, (P,), on the entries that no structure has."""
 
         def structures() -> Sequence[Structure]:
             return [*self.structures, diagonal(self.rest, whole()[self.rest])] if len(self.rest) else self.structures

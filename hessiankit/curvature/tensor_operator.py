@@ -104,7 +104,7 @@ class TensorOperator(LinearOperator):
         return self._with_dtype(self.torch_dtype)
 
     def to_scipy(self) -> Self:
-        """Return the same operator with NumPy's ``dtype``, as SciPy expects it: the operator as it was made."""
+        """Return the same operator with NumPy's ``dtype``, as SciPy expects it."""
         return self._with_dtype(self._numpy_dtype)
 
     def _with_dtype(self, dtype: Any) -> Self:
@@ -165,7 +165,7 @@ def by_all_processes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class MatrixOperator(TensorOperator):
-    """The matrix of a :class:`hessiankit.Hessian` as an operator, which checks what it is multiplied with."""
+    """The matrix of a :class:`hessiankit.Hessian` as an operator, which checks the vectors that it multiplies."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__((len(matrix), len(matrix)), matrix.dtype, matrix.device)

@@ -51,7 +51,7 @@ class PairSums:
         self._numbers += K.numel()
 
     def close(self) -> None:
-        """Add what was collected to the matrix."""
+        """Add the collected sums to the matrix."""
         for parts in self._parts.values():
             d, start, _, v, K = parts[0]
             K = (K if len(parts) == 1 else torch.cat([part[4] for part in parts])).transpose(0, 1)  # (R, p, q)

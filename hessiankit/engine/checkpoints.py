@@ -29,7 +29,7 @@ class CheckpointSegment:
     entries: tuple[int, ...]
 
     def products(self, weights: Container[int | None]) -> tuple[int, ...]:
-        """Return the outputs of products with weights, which take longer to recompute than they are worth."""
+        """Return the outputs of products with weights, which cost more time to recompute than they save memory."""
         products = (a for a in self.applications if a.primitive.is_product and a.inputs[1] in weights)
         return tuple(a.output for a in products)
 

@@ -85,7 +85,7 @@ def plan_cost(paths: Paths, plan: SweepPlan, section: Section, *, is_diagonal: b
 
 
 class _Count:
-    """Sums of what sweeps take."""
+    """Sums of the operations, calls and numbers of sweeps."""
 
     def __init__(self, paths: Paths, *, is_diagonal: bool) -> None:
         self.paths, self.is_diagonal = paths, is_diagonal
@@ -122,7 +122,7 @@ class _Count:
         self.peak = max(self.peak, min(work_space(self.paths.device), 3 * directions * numbers) + 2 * tail_numbers)
 
     def plan(self, plan: SweepPlan, section: Section) -> None:
-        """Count what the directions of one sweep take."""
+        """Count the cost of the directions of one sweep."""
         tail_numbers, columns = section.tail_numbers, section.columns
         count, first = plan.count, plan.directions[0].place
         targets = [r for r in section.places if (r is first if self.is_diagonal else r.order >= first.order)]
@@ -166,5 +166,5 @@ class _Count:
         self.operations += operations
 
     def total(self) -> SweepCost:
-        """Return what was counted."""
+        """Return the sums."""
         return SweepCost(self.multiplications, self.passes, self.operations, self.peak, self.directions, self.coupled)

@@ -49,7 +49,7 @@ def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[Para
 def _equal_columns(
     paths: Paths, section: Section, plan: SweepPlan, chunk: tuple[Directions, int, int], tail: Tail | None
 ) -> Tensor:
-    """Return D (groups, m, m, outputs) of some outputs of a place; groups that meet behind the section are one."""
+    """Return D (groups, m, m, outputs) of some outputs of a place; groups whose paths join after the section count as one."""
     d, start, stop = chunk
     value, p, m = paths.value(d.place.at), stop - start, d.rows
     meeting = 1 if tail is None else value.shape[min(d.level, tail.level) : d.level].numel()
@@ -87,7 +87,7 @@ def _bend(step: Step, step_tangents: Sequence[StoredTangents | None], groups: in
 
 
 def _behind(T: Tensor, d: Directions, tail: Tail, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return T^T K T of equal columns for tangents T at the value behind which K is the curvature: (groups, b, m, b, m, p)."""
+    """Return T^T K T of equal columns, T tangents at a section's end, K the rest's curvature: (groups, b, m, b, m, p)."""
     groups, meeting, m, p = shape
     if d.level < tail.level:  # rows meet before it, or these are directions of parameter entries
         tangents = T.reshape(m, p, groups, -1, tail.K.shape[1])

@@ -1,4 +1,4 @@
-"""Fusion of entrywise steps on one value x: f'(x) and adjoint o f''(x) in place of the steps that f consists of.
+"""Fusion of entrywise steps on one value x: f'(x) and adjoint o f''(x) in place of the single steps of f.
 
 An activation or a norm written out in single operations then costs a product as much as one operation.
 """

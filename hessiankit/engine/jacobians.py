@@ -315,7 +315,7 @@ def key(u: ParameterJacobian) -> tuple[str, int]:
 
 
 def _runs(entries: slice | Tensor) -> list[tuple[slice, slice]]:
-    """Return consecutive entries as runs: where they stand in the list, and the entries."""
+    """Return consecutive entries as runs: their positions in the list, and the entries."""
     if isinstance(entries, slice):
         return [(slice(0, entries.stop - entries.start), entries)]
     if not entries.numel():
@@ -396,7 +396,7 @@ def _site(
         return None if at is None else selection_by_value.get(at)
 
     def vector(position: int) -> ParameterJacobian | None:
-        """The jacobian of a gain or a bias, one entry for each column."""
+        """The Jacobian of a gain or a bias, one entry for each column."""
         s = selected(position)
         if s is None or inputs[position].shape != (width,) or not _injective(s.at):  # type: ignore[union-attr]
             return None

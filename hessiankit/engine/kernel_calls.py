@@ -160,7 +160,7 @@ def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, is_symmetric: b
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Tell whether all are of one type that the kernels know, and their entries are what lies in this processor's memory.
+    """Tell whether all are of one type that the kernels know, and store their entries in this processor's memory.
 
     A tensor whose negative bit is set (``z.conj().imag``) has other entries than its memory; torch's zero tensors have none.
     """

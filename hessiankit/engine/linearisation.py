@@ -73,7 +73,7 @@ class ComparedBatch:
         raise NotImplementedError
 
     def reference(self, batch: BatchLoss) -> BatchLoss:
-        """Return a batch with this loss and gradient to compare with: what it reads may have changed."""
+        """Return the batch with this loss and gradient as its reference: buffers and random numbers may have changed since."""
         with torch.no_grad():
             slopes = self.gradient().split([x.numel() for x in batch.parameters.values()])
         named = {name: slope.reshape(x.shape) for (name, x), slope in zip(batch.parameters.items(), slopes, strict=True)}
@@ -85,7 +85,7 @@ class ComparedBatch:
 
 
 class Linearisation(ComparedBatch):
-    """The traced loss of one batch, linearised: what products need and no vector changes.
+    """The traced loss of one batch, linearised: the values that products with every vector share.
 
     Args:
         batch: The batch.

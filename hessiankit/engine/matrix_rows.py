@@ -54,7 +54,7 @@ class Columns:
             self.size += base.size
 
     def pieces_between(self, start: int, stop: int) -> list[tuple[str, slice, slice]]:
-        """Return the pieces of some columns, counted from the first of these."""
+        """Return the pieces of some columns, counted from the first one."""
         clipped = (
             (name, max(at.start, start), min(at.stop, stop), entries.start - at.start) for name, at, entries in self.pieces
         )
@@ -67,7 +67,7 @@ def shifted(at: slice, by: int) -> slice:
 
 
 class MatrixRows:
-    """Adds A + A^T to a matrix, of which :class:`hessiankit.engine.block_rows.BlockRows` gives summands.
+    """Adds A + A^T to a matrix, whose summands :class:`hessiankit.engine.block_rows.BlockRows` yields.
 
     Only blocks on and above the diagonal receive sums; :meth:`SymmetricStorage.mirror` copies them below it.
 
@@ -199,7 +199,7 @@ class MatrixRows:
             add_equal_columns(u.part(*of_u), v.part(*of_u), k, into)
 
     def finish(self) -> None:
-        """Add the sums that the compiled kernels have left, those to one block together."""
+        """Add the sums that are queued for the compiled kernels, joined per block."""
         self.matrix.finish()
 
     def _compare(self, K: Tensor) -> None:

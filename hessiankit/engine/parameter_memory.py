@@ -1,4 +1,4 @@
-"""Parameters, directions and derivatives in the memory of the steps of a segment, which read and write them."""
+"""Parameters, directions and derivatives in memory that the steps of a segment read and write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sums: TypeAlias = "Callable[[int], AbstractContextManager[Mapping[int, CovectorS
 
 
 class ParameterMemory:
-    """Memory of whole parameters, which are there for all segments; vectors are rows (S, P), and a parameter has a view of them.
+    """Memory of whole parameters, present in all segments; vectors are rows (S, P), of which each parameter has a view.
 
     Attributes:
         values: Shape and type of the parameters by the id of their value in the trace, in the order of a vector's entries.

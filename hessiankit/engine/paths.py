@@ -1,4 +1,4 @@
-"""The ways through a trace: its steps on the way to the loss, linearised, and its places.
+"""Paths through a trace: its linearised steps on the way to the loss, and its places.
 
 A *place* is a value that parameters enter row by row: z = X W + b with the Jacobian E = X^T (x) I in W, an embedded token, the
 output of a norm with its gain, or a parameter taken whole. What a place moves is a path of steps; the *level* of a path is how
@@ -150,7 +150,7 @@ class Paths:
         return self.trace.values[at]
 
     def reach(self, values: Iterable[int], steps: Sequence[Step] | None = None) -> list[Step]:
-        """Return the steps that some values move, with the inputs that these move."""
+        """Return the steps that depend on some values, with their inputs that do."""
         reach = Reach(self, self.steps if steps is None else steps)
         for at in values:
             reach.add(at)
@@ -200,7 +200,7 @@ class Paths:
         return self._work[key]
 
     def calls(self, path: Sequence[Step]) -> int:
-        """Return the calls of torch that one direction takes on a path, beside those that all directions share."""
+        """Return the calls of torch that one direction takes on a path, besides the calls that all directions share."""
         return 2 * sum(self._applications[step.output].primitive.calls - 1 for step in path)
 
     @cached_property
@@ -277,7 +277,7 @@ class Paths:
         return GainJacobian(weight.parameter, weight.at, adjoint), plain
 
     def _as_weight(self, u: ParameterJacobian, at: int) -> ParameterJacobian:
-        """Return a Jacobian as that of a whole weight where it is one: a row of a table is the table times zeros and a one."""
+        """Return the Jacobian with respect to a whole weight, if there is one: a table's row is a unit vector times it."""
         like, size = self.value(at), self.value(self.trace.parameters[u.parameter]).numel()
         if isinstance(u, WeightJacobian) and u.at is not None and u.size == size:
             shape = (u.X.shape[1], u.width) if u.transposed else (u.width, u.X.shape[1])
@@ -305,7 +305,7 @@ class Paths:
 
 
 class Reach:
-    """The steps that some values move, as values are added, and what one direction takes on them.
+    """The steps that depend on some values, updated as values are added, and the cost of one direction on them.
 
     Where more inputs of a step move, it keeps no more rows apart.
 
@@ -325,14 +325,14 @@ class Reach:
         self.clear()
 
     def clear(self) -> None:
-        """Let no value move."""
+        """Remove all values."""
         self._moving_values: set[int] = set()
         self._path_steps: dict[int, Step] = {}
         self._levels = list(range(1, 1 + max((self._paths.value(step.output).ndim for step in self._steps), default=0)))
         self.numbers, self.multiplications = 0, 0.0
 
     def add(self, value: int) -> None:
-        """Let a value move too, and what it reaches."""
+        """Add a value and the steps that depend on it."""
         queue = [value]
         while queue:
             at = queue.pop()
@@ -349,7 +349,7 @@ class Reach:
 
     @property
     def path(self) -> list[Step]:
-        """The steps in order, with the inputs that move."""
+        """The steps in order, with the inputs that depend on the values."""
         return [self._path_steps[n] for n in sorted(self._path_steps)]
 
     def level(self, at: int) -> int:

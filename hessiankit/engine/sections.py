@@ -1,4 +1,4 @@
-"""Choice of the places that are swept together, of the part of the path and of the directions: decided from shapes.
+"""Choice of the places that are swept together, of its part of the path and its directions, from shapes alone.
 
 Where every path to the loss passes through one value x (the residual stream), the curvature of the loss with respect to x,
 and the mixed derivatives with respect to x and the parameters behind it, can be kept: places before x are then swept only to
@@ -174,7 +174,7 @@ def sweeps(paths: Paths, section: Section, *, is_diagonal: bool = False) -> list
 
 
 def _has_equal_columns(place: Place, section: Section, path: Sequence[Step]) -> bool:
-    """Tell whether sums with a later weight are worth taking between equal columns alone, which a sweep by itself can see."""
+    """Tell whether sums with a later weight are worth taking between equal columns alone, which a separate sweep can exploit."""
     weights = [r.mixed for r in section.places if r.order > place.order and isinstance(r.mixed, WeightJacobian)]
     calls = CALL * MATMUL * STEP * len(path)  # multiply-adds that take as long as the calls of a sweep
     return any(v.width == place.width and place.rows * place.size * v.size > calls for v in weights)

@@ -90,7 +90,7 @@ class SymmetricStorage:
         return slice(self.slices[name].start - panel.start, self.slices[name].stop - panel.start)
 
     def touch(self, i: str, j: str) -> None:
-        """Note that a block is no longer zero."""
+        """Mark a block as nonzero."""
         self._nonzero_blocks.add(self._pair(i, j))
 
     def keep(self, i: str, j: str, rest: KernelSum | None) -> None:
@@ -105,7 +105,7 @@ class SymmetricStorage:
         return (i, j) if self.order[i] <= self.order[j] else (j, i)
 
     def _read_notes(self) -> float:
-        """Return the largest difference between an entry and its mirror image that was noted."""
+        """Return the largest recorded difference between an entry and its mirror image."""
         numbers = read_numbers([x for pair in self.skews for x in pair])
         for difference, size in zip(numbers[::2], numbers[1::2], strict=True):
             self.skew = max(self.skew, difference / size if size else 0.0)

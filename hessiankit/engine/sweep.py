@@ -1,4 +1,4 @@
-"""The sweep that every second derivative takes: directions pushed forward, and pulled back with the curvature that they pass.
+"""The sweep that every second derivative takes: directions pushed forward, and pulled back with the curvature of each step.
 
 With t_v the tangents of a value along some directions, and lambda_v its adjoint,
 
@@ -34,7 +34,7 @@ def work_space(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class UnitColumns:
-    """Tangents of a value along its columns ``start`` to ``stop``, each of which moves its own column of every row alone.
+    """Tangents of a value along its columns ``start`` to ``stop``, each of which changes only its own column of every row.
 
     Attributes:
         scale: Distance by which each column moves, of the value's shape.
@@ -71,7 +71,7 @@ Tangents: TypeAlias = "Tensor | UnitColumns"
 
 @dataclass(frozen=True)
 class RecomputedTangents:
-    """Tangents that a step makes of its inputs', which are kept anyway: made where they are read, and not kept themselves."""
+    """Tangents recomputed at each use from a step's input tangents, which are kept anyway."""
 
     step: Step
     inputs: Sequence[StoredTangents | None]
@@ -149,13 +149,13 @@ def push(
 
 
 def _is_recomputed(step: Step, step_tangents: Sequence[StoredTangents | None]) -> bool:
-    """Tell whether a step is quick, and what enters it is kept anyway."""
+    """Tell whether a step is quick and its input tangents are kept anyway."""
     is_quick = step.primitive.primitive.is_quick or step.primitive.primitive.selects
     return is_quick and (step.bends or not any(isinstance(t, Tensor) for t in step_tangents))
 
 
 def _push(step: Step, step_tangents: Sequence[Tangents | None]) -> Tangents:
-    """Push tangents through one step; unit columns stay what they are where each entry moves by itself."""
+    """Push tangents through one step; unit columns stay unit columns through entrywise steps."""
     point, moving_tangents = step.primitive, [t for t in step_tangents if t is not None]
     t = moving_tangents[0]
     if len(moving_tangents) == 1 and isinstance(t, UnitColumns):

@@ -112,7 +112,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class Section:
-    """Steps between two cuts, the places among them, and how these are swept.
+    """Steps between two cuts, the places among them, and their sweeps.
 
     Attributes:
         steps: Steps in order.

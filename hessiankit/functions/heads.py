@@ -1,4 +1,4 @@
-"""What logits were made of: the hidden states and the weight of a linear head, and the row of each entry.
+"""The origin of logits: hidden states and weight of a linear head, and the row of each entry.
 
 A cross entropy of logits, of which some rows may have been moved, cut off or copied since, is that of these hidden states.
 """
@@ -49,7 +49,7 @@ class Head:
 
     @property
     def is_current(self) -> bool:
-        """Whether the loss may be computed from the head: nobody has written or read what it leaves out."""
+        """Whether the loss may be computed from the head: the logits were neither written nor read since."""
         return not self.interventions and self.versions == _versions(self.hidden, self.weight, self.bias)
 
 
@@ -182,7 +182,7 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 def _compact(rows: Tensor) -> Tensor:
-    """Return rows that lie one behind another in memory, but for the axis of the classes."""
+    """Return rows contiguous in memory, except along the axis of the classes."""
     axis = rows.stride().index(0)
     return rows.select(axis, 0).contiguous().unsqueeze(axis).expand_as(rows)
 

@@ -243,7 +243,7 @@ def _needed(ctx: Any, first: int, tensors: Sequence[Given]) -> tuple[bool, ...]:
 
 
 def _placed(needs: Sequence[bool], covectors: Sequence[Given]) -> list[Given]:
-    """Return covectors of the wanted inputs as those of all."""
+    """Return covectors of all inputs, None for those not wanted."""
     rest = iter(covectors)
     return [next(rest) if w else None for w in needs]
 
@@ -285,7 +285,7 @@ def _along(function: Callable[..., Any], tensors: Sequence[Given], input_tangent
 def _transposed(
     function: Callable[..., Any], tensors: Sequence[Given], needs: Sequence[bool], bars: Sequence[Given]
 ) -> list[Given]:
-    """Return the covectors of the wanted ones among a function's tensors."""
+    """Return the covectors of a function's tensors, None for those not wanted."""
     at = [k for k, (x, w) in enumerate(zip(tensors, needs, strict=True)) if x is not None and w]
     result: Any = torch.func.vjp(lambda *arguments: function(*_with(tensors, at, arguments)), *(tensors[k] for k in at))
     out, pullback = result

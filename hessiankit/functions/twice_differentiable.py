@@ -141,7 +141,7 @@ def _text(calls: Counter[str]) -> str:
 
 @functools.cache
 def _without_check(function: FunctionType) -> FunctionType:
-    """Return a function of torch that does not look for modes itself, so that one stays on in what it calls."""
+    """Return a function of torch without its own check for modes, so that the mode stays active in the functions it calls."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}
     unchecked = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
@@ -211,7 +211,7 @@ def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
 
 @functools.cache
 def _class_within(base: Any) -> Any:
-    """Return the class of modules that are called within the context, and are otherwise those of ``base``."""
+    """Return the subclass of ``base`` whose modules run their calls within the context."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with TwiceDifferentiable(self.replaced_calls):

@@ -174,7 +174,7 @@ def decay_note(decay: float, decoupled: bool) -> str:
 
 
 def reader_of(who: str, optimizer: Optimizer) -> Reader:
-    """Return the reader of an optimizer's class or of one that it derives from without a step of its own."""
+    """Return the reader of an optimizer's class or of its base class if it inherits ``step``."""
     kind = type(optimizer)
     for optimizer_class, reader in READERS.items():
         if isinstance(optimizer, optimizer_class) and inspect.unwrap(kind.step) is inspect.unwrap(optimizer_class.step):

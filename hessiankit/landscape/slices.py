@@ -370,7 +370,7 @@ def _directions(lines: Any, batch: BatchLoss, seed: int) -> tuple[list[str], Ten
 
 
 def _to_checkpoint(checkpoint: Mapping[str, Any], batch: BatchLoss) -> tuple[Tensor, tuple[str, ...]]:
-    """Return there - here of the parameters that move, (P,), and what else differs."""
+    """Return theta_checkpoint - theta, (P,), and the names of other differences."""
     state, parts = dict(batch.module.state_dict()), []
     for name, x in checkpoint.items():
         if name not in state:

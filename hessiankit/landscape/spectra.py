@@ -1,4 +1,4 @@
-"""The spectrum of a Hessian or Gauss-Newton matrix from products with it: its ends, and when asked the rest as a density."""
+"""The spectrum of a Hessian or Gauss-Newton matrix from products with it: its ends, and optionally the density of the rest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ took 0.11 s for all, 0.08 s for three by Lanczos."""
 
 @dataclass(frozen=True)
 class SpectrumPlan:
-    """What is computed of a matrix, and of each of its blocks where these are large enough."""
+    """The computation for one matrix, adapted by :meth:`of` to the size of a block."""
 
     top: int
     bottom: int
@@ -77,7 +77,7 @@ class SciPyOperator(SymmetricOperator):
 
 
 class HessianMatrix(SymmetricOperator):
-    """A computed Hessian for torch vectors."""
+    """Products of a computed Hessian with torch vectors."""
 
     kind = "hessian"
 

@@ -35,7 +35,7 @@ CAUSAL = 4
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """N = softmax(c Q K^T + mask) V for H heads alike.
+    """N = softmax(c Q K^T + mask) V for H heads of equal sizes.
 
     Args:
         Q: (H, L, E).
@@ -240,7 +240,7 @@ class Strip:
         return T.sub_(self._log_sums(T)).exp_()
 
     def _log_sums(self, T: Tensor) -> Tensor:
-        """Return log sum exp T of each row, which the point keeps, as it does the keys with the largest weights."""
+        """Return log sum exp T of each row, computed once per point, like the keys with the largest weights."""
         at = (self.heads.start, self.queries.start)
         log_sums, peak = (rows[self.heads, self.queries] for rows in (self.of.log_sums, self.of.peaks))
         if at not in self.of.seen:
@@ -282,7 +282,7 @@ class Strip:
         return torch.bmm(q * self.of.c, k.mT)
 
     def _from_peak(self, t: Tensor) -> Tensor:
-        """Return what counts for a covariance, less its value at the peak of its row, in place."""
+        """Subtract from tangents their value at the peak of their row, in place: a covariance does not depend on it."""
         return t.sub_(t.gather(-1, self.peak))
 
     def _queries(self, x: Tensor | None) -> Tensor | None:

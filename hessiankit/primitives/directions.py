@@ -66,7 +66,7 @@ ON_AN_ACCELERATOR = 32
 
 
 def together(entries: int, like: Tensor) -> int:
-    """Return how many entries are treated together: so many, which a processor's caches hold, or more on an accelerator.
+    """Return how many entries are treated together: as many as a processor's caches hold, or more on an accelerator.
 
     >>> together(4, torch.zeros(1)), together(4, torch.zeros(1, device="meta"))
     (4, 128)
@@ -116,7 +116,7 @@ ALONE = 2**12
 
 
 def by_columns(b: Tensor) -> Tensor:
-    """Return matrices (..., k, j) with contiguous columns, copied where they lie otherwise; on an accelerator, as they are.
+    """Return matrices (..., k, j) with contiguous columns, copied where they lie otherwise; on an accelerator, unchanged.
 
     >>> by_columns(torch.zeros(5, 2, 3)).stride()
     (6, 1, 2)

@@ -42,7 +42,7 @@ class Embedding(ByLinearising):
 
 
 class LinearisedEmbedding(Linearised):
-    """Rows taken, and rows put where they were taken from."""
+    """The linear map that takes rows, and its transpose."""
 
     primitive: Embedding
 

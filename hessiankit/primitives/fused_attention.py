@@ -112,7 +112,7 @@ class ScaledDotProductAttention(ByLinearising):
         return 1 / math.sqrt(inputs[0].shape[-1]) if self.scale is None else self.scale
 
     def _arrange(self, t: Tensor, inputs: Inputs) -> Tensor:
-        """Give (S, *shape) as many axes as the others have; with fewer heads of K and V, split heads as (groups, members)."""
+        """Reshape (S, *shape) to the others' number of axes; with fewer heads of K and V, split heads as (groups, members)."""
         ndim = max(x.ndim for x in inputs[:3])
         t = align(t, t.shape[1:], ndim)
         if not self.enable_gqa:
@@ -254,12 +254,12 @@ def _parts(count: int, A: Tensor) -> list[slice]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, but where one of them is repeated along the directions, those become rows of one product: matmul copies it."""
+    """a @ b; where one factor is shared by all directions, these become rows of one product, since matmul would copy it."""
     return torch.einsum("...ij,...jk->...ik", a, b)
 
 
 class AttentionInStrips(Linearised):
-    """Fused attention at one point, a strip of queries at a time: of large heads nothing of queries times keys is kept."""
+    """Fused attention at one point, a strip of queries at a time: of large heads no matrix of queries times keys is kept."""
 
     primitive: ScaledDotProductAttention
 

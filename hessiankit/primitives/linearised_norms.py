@@ -1,4 +1,4 @@
-r"""LayerNorm and RMSNorm linearised at rows: quantities of the row alone are computed once.
+r"""LayerNorm and RMSNorm linearised at rows: quantities that depend on the row only are computed once.
 
 With x the normalised rows, r = 1/s, gamma the gain and w the adjoint, the formulas are those of
 :mod:`hessiankit.primitives.normalization`, ordered by what a tangent t or a covector u multiplies:
@@ -71,7 +71,7 @@ class LinearisedNorm(Linearised):
         self.keeps_products = True
 
     def forget(self) -> None:
-        """Keep the normalised rows in place of X, and of what is as large as they are nothing else."""
+        """Keep the normalised rows as the only tensor of the size of X."""
         self.inputs, self.keeps_products = (hollow(self.inputs[0]), *self.inputs[1:]), False
         self._let_go()
 
@@ -172,12 +172,12 @@ class LinearisedNorm(Linearised):
 
     @cached_property
     def on_t(self) -> Tensor:
-        """-nu r^2, three times where the row moves along x alone."""
+        """-nu r^2, three times for a tangent along x."""
         return (self.x * self.rv).mean(-1, keepdim=True) * (self.r * (-3 if self.alone else -1))
 
     @cached_property
     def e(self) -> Tensor:
-        """-r^2 C v / d, or 0 where the row moves along x alone."""
+        """-r^2 C v / d, or 0 for a tangent along x."""
         if self.alone:
             return self.off
         rv = self.rv

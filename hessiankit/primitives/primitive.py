@@ -281,7 +281,7 @@ class Linearised:
         return None
 
     def forget(self) -> None:
-        """Release values that no action reads; of the inputs, the shapes stay."""
+        """Release values that no action reads; inputs keep their shapes only."""
         if not self.primitive.reads_values:
             self.inputs = tuple(map(hollow, self.inputs))
 
@@ -358,7 +358,7 @@ class LinearisedEntrywise(Linearised):
 
 
 def into(sums: Sums, covectors: Covectors) -> Covectors:
-    """Add covectors to their sums where there are any; return the others, and None in place of those."""
+    """Add covectors to their sums where there are any; return the others, None in their place."""
     for total, covector in zip(sums, covectors, strict=True):
         if total is not None and covector is not None:
             total.add(covector)

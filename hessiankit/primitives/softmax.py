@@ -1,4 +1,4 @@
-"""Softmax and its logarithm as primitives, and the covariance of a row of weights, which both derivatives are made of.
+"""Softmax and its logarithm as primitives, and the covariance of a row of weights, from which both derivatives are built.
 
 With A = softmax(T), the Jacobian is the covariance C_A t = A o (t - A.t); formulas in vec_r are in ``derivations.softmax``.
 """
@@ -25,7 +25,7 @@ class _AlongAxis(Primitive):
     regular = (0.0,)
 
     def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
-        """Return the rows of minus infinity only, of which torch makes NaN."""
+        """Return the rows with all entries minus infinity, for which torch returns NaN."""
         return output.isnan()
 
     def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
@@ -165,7 +165,7 @@ def peaks(a: Tensor, axis: int) -> Tensor:
 
 
 def nearly_one_hot(a: Tensor, axis: int) -> bool:
-    """Tell whether a row of weights is close to one-hot and not one-hot, as it is behind a mask."""
+    """Tell whether a row of weights is close to one-hot and not one-hot, as masks make it."""
     if a.is_meta or not a.numel():
         return False
     return bool(((a.amax(axis) > SATURATED) & ((a != 0).sum(axis) > 1)).any())

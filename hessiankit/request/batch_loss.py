@@ -97,7 +97,7 @@ class ModulePoint:
 
     @contextmanager
     def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Let the module be as it was, at some values of its parameters, gradients on, and random states put back after that."""
+        """Restore the module at some values of its parameters, with gradients on; afterwards restore random states."""
         if parameters is None and self.state.is_present:
             with torch.enable_grad(), self.state.present():
                 yield
@@ -146,12 +146,12 @@ class BatchLoss(ModulePoint):
     # Within at(): the module's result and what the loss makes of it ------------------------------------------------------
 
     def result(self) -> Any:
-        """Call the module, as it is now, and return what it returns."""
+        """Call the module in its present state and return its result."""
         with ordinary_path(self.module):
             return self.module(*self.args, **self.kwargs)
 
     def read(self) -> Any:
-        """Call the module, and return the part of its result that the loss is given."""
+        """Call the module, and return the part of its result that the loss reads."""
         return self.loss.read(self.result())
 
     def value(self) -> Tensor:
@@ -189,7 +189,7 @@ class BatchLoss(ModulePoint):
         return {n: None if x is None else dense.get(n, x).detach() for n, x in slopes.items()}
 
     def reached(self) -> set[str]:
-        """Return the parameters that the loss depends on, whatever the values are; all of them where autograd cannot tell."""
+        """Return the parameters that the loss depends on, at any values; all of them where autograd cannot tell."""
         try:
             reference = self.reference or self.own_gradient()
         except Exception:  # whatever a module may raise when it is differentiated
@@ -213,9 +213,7 @@ class BatchLoss(ModulePoint):
 
     @property
     def stable_addresses(self) -> set[int]:
-        """Addresses of memory into which nobody else writes: of the copies of data and of the module's tensors, or what these
-        share.
-        """
+        """Addresses of memory that nothing else writes into: the copies of the data and of the module's tensors."""
         data = (x for _, x in named_tensors((self.args, self.kwargs, self.target)))
         return {address(x) for x in (*data, *(values for _, _, values in self.state.tensors()))}
 

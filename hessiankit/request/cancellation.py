@@ -1,4 +1,4 @@
-"""Rounding errors of derivatives whose terms cancel: what is left of such a sum is rounding of its terms."""
+"""Rounding errors of derivatives whose terms cancel: the sum consists of the rounding errors of its terms."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def check_tensor(
     mask: bool = False,
     reference: str = "the parameters are",
 ) -> None:
-    """Check a tensor that enters the computation; a ``dtype`` of None allows any, and ``reference`` says in errors what has it.
+    """Check a tensor that enters the computation; a ``dtype`` of None allows any, ``reference`` names its owner.
 
     Raises:
         InputError: It is empty, elsewhere, of another dtype, or not finite.

@@ -160,7 +160,7 @@ def _pair(numbered: tuple[int, Any]) -> tuple[Any, Any]:
 
 
 def once(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of one epoch as they come; refuse what holds a sample more than once, or does not end.
+    """Yield the batches of one epoch as they come; refuse data with repeated samples or without an end.
 
     Raises:
         InputError: A ``DataLoader`` draws samples with replacement, or more than once; an iterable goes on after its length; or
@@ -220,7 +220,7 @@ def _repeating_sampler(loader: DataLoader[Any]) -> str:
 
 
 class Labels:
-    """Takes the labels of Hugging Face's mappings out, and lays them beside the logits that the model's loss compares them with.
+    """Reads the labels from Hugging Face's mappings and aligns them with the logits that the model's loss compares them with.
 
     Args:
         model: The model.
@@ -269,7 +269,7 @@ class Labels:
 
 
 def with_decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
-    """Return the inputs, with those of the decoder where a Hugging Face model makes them of the labels."""
+    """Return the inputs, with those of the decoder where a Hugging Face model derives them from the labels."""
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if make is None or labels.ndim < 2 or not isinstance(inputs, Mapping):
         return inputs
@@ -323,7 +323,7 @@ def compared_labels(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy in double precision, of which logits of some tokens have copies at a time."""
+    """Return the mean cross entropy in double precision, copying the logits of some tokens at a time."""
     rows, targets = logits.flatten(0, -2), labels.flatten()
     step = max(1, TOGETHER // rows.shape[1])
     sums = [
@@ -365,7 +365,7 @@ def _accepts(module: nn.Module, positional: Any) -> bool:
 
 
 def call(module: nn.Module, inputs: Any, run: Callable[[], Any] | None = None) -> Any:
-    """Call a module on inputs, or ``run`` in its place, and explain an error of the module's own code.
+    """Call a module on inputs, or call ``run``, and explain an error of the module's own code.
 
     Raises:
         InputError: The call raised an error: the message names the shapes, the error and the line.

@@ -1,4 +1,4 @@
-"""The first call of a batch: the module as its user calls it, and everything that only such a call can show.
+"""The first call of a batch: the module as its user calls it, and the checks that need such a call.
 
 Every message of a check says what was asked, what was seen, what was expected, what to do.
 """
@@ -71,7 +71,7 @@ def first_call(point: ModulePoint, loss: Loss, inputs: Any, target: Any, *, hand
 
 
 def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> None:
-    """Check what can be seen of the data without a call."""
+    """Check the data as far as that needs no call."""
     if isinstance(inputs, Mapping):
         strange = next((key for key in inputs if not isinstance(key, str)), None)
         if strange is not None:
@@ -143,7 +143,7 @@ def _slopes(batch: BatchLoss, value: Tensor) -> dict[str, Tensor | None]:
 
 
 def check_fit(loss: Loss, part: Any, target: Any, device: torch.device) -> None:
-    """Check whether what a loss reads and the target fit each other, which torch does not always, since it broadcasts.
+    """Check that the output that a loss reads and the target have matching shapes; torch would broadcast some that do not.
 
     Raises:
         InputError: They do not.
@@ -168,7 +168,7 @@ def check_fit(loss: Loss, part: Any, target: Any, device: torch.device) -> None:
 
 
 def _value(batch: BatchLoss, part: Any) -> Tensor:
-    """Call the loss; explain an error of it, and refuse what is not one finite number."""
+    """Call the loss; explain its error, and refuse a result that is not one finite number."""
     try:
         value = batch.loss.value(part, batch.target)
     except HessiankitError:

@@ -103,7 +103,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Curvature:
-    """The matrix that is asked for.
+    """The curvature matrix of a call: its kind and draws.
 
     Attributes:
         kind: One of :data:`KINDS`.

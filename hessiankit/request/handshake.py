@@ -63,7 +63,7 @@ class Handshake:
         return self._batch.reference is not None
 
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
-        """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
+        """Add some samples, with the derivatives of ``share`` times their loss, by value id."""
         self._courses.append(trace.course)
         if self._batch.reference is None:
             return
@@ -144,7 +144,7 @@ class Handshake:
             raise TraceError(self._message(repeat, different))
 
     def _check_course(self) -> None:
-        """Raise an error if the module's own call takes another course than its trace: what looks like noise is a branch."""
+        """Raise an error if the module's own call takes another branch than its trace, which could pass for noise."""
         if len(self._courses) != 1:
             return
         batch, leaves = self._batch, list(self._batch.leaves.values())
@@ -256,7 +256,7 @@ def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
 
 
 def scale_of_gradient(batch: BatchLoss, reference: OwnGradient) -> float:
-    """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
+    """Return the size of the gradient here and at generic points, which rounding errors of cancelled entries have."""
     rng = torch.Generator().manual_seed(0)
     unchecked, gradients = batch.unchecked(), [reference.gradient]
     normals = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in batch.parameters.items()}

@@ -1,4 +1,4 @@
-"""The loss: one object that answers every question about it, so that nobody asks of what kind the user's argument was."""
+"""The loss: one object for every kind of argument, so that no later code tests which kind it was."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Loss:
         return replace(self, name=SAMPLED + self.name, function=lambda output, target: function(output, target[:, 0]))
 
     def settled(self, result: Any, value: Tensor, target: Any) -> Loss:
-        """Return the loss with what one call of it shows: the closed form that it equals, and whether it has an output layer."""
+        """Return the loss after one call: with the closed form that it equals, and whether it has an output layer."""
         part = self.read(result)
         if self.name or (self.reads != "loss" and isinstance(part, Tensor)):
             name = self.name or _closed_form(self.equals, part, target)
@@ -277,7 +277,7 @@ def _closed_form(equals: nn.Module | None, output: Tensor, target: Any) -> str:
 
 
 def is_behind(value: Tensor, output: Tensor) -> bool:
-    """Tell whether autograd knows a value to depend on leaves, and every way to them to pass an output."""
+    """Tell whether autograd knows a value to depend on leaves only through an output."""
     if value.grad_fn is None:
         return False
     return not any(hasattr(f, "variable") for f, _ in edges_behind(value.grad_fn, (output.grad_fn, output.output_nr)))

@@ -33,7 +33,7 @@ class LossTrace:
         without_dead_entries(self.trace)
 
     def signature(self) -> int:
-        """Return a number of what is applied to what, which is another for another trace."""
+        """Return a number computed from the graph of applications, which differs between different traces."""
         return hash(tuple((a.name, a.inputs, a.output) for a in self.trace.applications))
 
     def loss_side(self) -> set[int]:
@@ -64,7 +64,7 @@ class LossTrace:
 
 
 def loss_trace(batch: BatchLoss, *, is_deferred: bool = False) -> LossTrace:
-    """Trace a module and its loss into one scalar: the module's own call, and the loss's, as the user makes them.
+    """Trace a module and its loss into one scalar: the module's own call followed by the loss's.
 
     Args:
         batch: The loss of one batch.
@@ -143,7 +143,7 @@ def _read(batch: BatchLoss, outputs: list[Tensor]) -> None:
 
 
 def _halves(numbers: Tensor) -> Iterator[Tensor]:
-    """Yield the samples with each digit of their numbers: any two of them are apart in one of these."""
+    """Yield the samples with each digit of their numbers: any two samples are separated by one of these splits."""
     for digit in range((len(numbers) - 1).bit_length()):
         odd = (numbers >> digit) % 2 == 1
         yield from (numbers[odd], numbers[~odd])

@@ -1,4 +1,4 @@
-"""The module that is asked about, checked once, with the parameters of interest at a point."""
+"""The module of a request, checked once, with the selected parameters at a point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hessiankit.request.state import ModuleState
 
 
 def read_point(module: nn.Module, params: Params, loss: Callable[..., Any], *, share: bool) -> ModulePoint:
-    """Check a module, and return it with the parameters that are meant.
+    """Check a module, and return it with the selected parameters.
 
     Args:
         module: The user's module.

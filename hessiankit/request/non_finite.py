@@ -18,7 +18,7 @@ from hessiankit.tracing.source_line import at_line
 
 
 def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
-    """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
+    """Return where the first entry is that is NaN or infinite; -inf is allowed in a tensor that may be an additive mask."""
     if are_finite([x])[0]:
         return None
     x = _readable(x)
@@ -32,7 +32,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Tell of each tensor whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
+    """Tell of each tensor whether no entry is NaN or infinite: a finite sum proves it, and is the quickest test."""
     reals = map(_readable, tensors)  # one at a time, as some are copies
     sums = read_numbers(x.sum() if x.is_floating_point() else torch.isfinite(x).logical_not().sum() for x in reals)
     return [
@@ -59,7 +59,7 @@ class _NonFiniteWatch(TorchDispatchMode):
         self.spoiled = spoiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and stop where its result is spoiled and none of its inputs is."""
+        """Run an operation, and stop at the first non-finite result of finite inputs."""
         result = func(*args, **(kwargs or {}))
         if self._any_spoiled(result) and not self._any_spoiled((args, kwargs)):
             raise _NonFiniteResult(_reason(func, args))

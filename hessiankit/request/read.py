@@ -1,4 +1,4 @@
-"""The one way in: from what a user passes to a :class:`Request`."""
+"""The one entry: from the arguments of a call to a :class:`Request`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read_request(
     share: bool = False,
     compares: bool = False,
 ) -> Request:
-    """Read and check what every computation asks for; no later code sees an argument as its user passed it.
+    """Read and check what every computation asks for; later code sees no argument in the user's form.
 
     The module, the parameters, the loss and the weights are checked here, once; each batch as it is drawn.
 

@@ -25,7 +25,7 @@ def check_surroundings(caller: str, module: nn.Module) -> None:
 
 
 def check_context(caller: str, module: nn.Module) -> None:
-    """Refuse contexts in which torch computes something else than outside.
+    """Refuse contexts that change what torch computes.
 
     Raises:
         InputError: Within ``torch.autocast``, a transform of ``torch.func``, or under a default device other than the module's.
@@ -69,7 +69,7 @@ def repeatable(params: Params) -> Params:
 
 
 class ByName(dict[str, T]):
-    """Something of each parameter, by the name that ``named_parameters()`` gives it.
+    """A mapping from names in ``named_parameters()`` to a value for each parameter.
 
     Attributes:
         aliases: The other names of tied parameters -> the listed one.
@@ -226,7 +226,7 @@ def _union(rows: list[Tensor | None]) -> Tensor | None:
 
 
 def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Return the names that a pattern matches, each with the pattern's index if it has one; anything else as it is."""
+    """Return the names that a pattern matches, each with the pattern's index if it has one; other items unchanged."""
     names = (*shapes, *getattr(shapes, "aliases", {}))
     if not isinstance(item, str) or item in names:
         return [item]

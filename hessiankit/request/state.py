@@ -1,4 +1,4 @@
-"""A snapshot of a module: what a call of it may change, and parameter values that later training does not move."""
+"""A snapshot of a module: everything that a call may change, and copies of the parameters, safe from later training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
 
 
 class ModuleState:
-    """Copies of a module's tensors, and of what its attributes are.
+    """Copies of a module's tensors and attributes.
 
     Parameters, buffers and plain tensors among the attributes are held by what they are, with copies of their values;
     everything else that a call may change (modes, hooks, counters, lists, closures, generators) as it is.
@@ -142,7 +142,7 @@ class ModuleState:
                 )
 
     def _shared(self) -> dict[str, Tensor]:
-        """Return the shared parameters that are the module's still, in the same memory: FSDP puts others in their place."""
+        """Return the shared parameters that still belong to the module, in the same memory; FSDP replaces them."""
         return {name: p for name, p in self.module.named_parameters() if self._is_in_place(name, p)}
 
     def _is_in_place(self, name: str, parameter: Tensor) -> bool:
@@ -223,7 +223,7 @@ class Held:
             self._tensors.append((path, x, x._version, x.requires_grad))
 
     def changed(self) -> str | None:
-        """Return the path of the first thing that holds something else now, or None."""
+        """Return the path of the first changed entry, or None."""
         paths = chain(
             (_entry(path, x, copy) for path, x, copy in self._moved()),
             (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
@@ -234,7 +234,7 @@ class Held:
         return next(paths, None) or next((name for (name, _, _), differs in differ if differs), None)
 
     def _moved(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the containers that hold something else now; most of a module's are empty."""
+        """Yield the changed containers; most of a module's are empty."""
         yield from ((path, x, copy) for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy))
 
     def restore(self) -> None:
@@ -265,7 +265,7 @@ def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return numbers for each tensor that change with almost every change of its entries, permutations and signs among them.
+    """Return a fingerprint of each tensor, which almost every change of its entries changes, permutations and signs included.
 
     On the CPU a hash of its values. On a device, where reading it would wait for all that is queued, how often an operation has
     written into the tensor, which leaves out what is written through ``.data``.
@@ -324,7 +324,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _entry(path: str, x: Any, copy: Any) -> str:
-    """Return the path of the first entry of a dict that is another than in its copy, else that of the container."""
+    """Return the path of the first entry of a dict that differs from its copy, else that of the container."""
     union = {**copy, **x} if isinstance(x, dict) else {}
     keys = (key for key in union if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
     return f"{path}.{next(keys, '')}".strip(".")

@@ -43,7 +43,7 @@ SYNONYMS = {"criterion": "loss", "optimizer": "preconditioner", "labels": "targe
 def checked(
     caller: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None, sharded: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that holds arguments against their annotations, and puts ``caller`` before every message.
+    """Return a decorator that checks arguments against their annotations, and puts ``caller`` before every message.
 
     Checked are classes, ``|`` between them, and the elements of lists and tuples; an annotation with a name that only type
     checkers import is left to the function. A module that torch.compile returned is replaced by its original.
@@ -125,7 +125,7 @@ def checked(
 
 
 def _out_of_memory(error: RuntimeError) -> str | None:
-    """Why a tensor did not fit, and what to do; None for another error."""
+    """Cause and remedy of an allocation that failed; None for another error."""
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
         advice = "select parameters with params=[...], pass fewer samples at a time, or free what else the device holds"
         return f"{str(error).splitlines()[0].rstrip('.')}; {advice}"
@@ -150,7 +150,7 @@ def check_whole(caller: str, value: Any) -> None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield modules and tensors, by name, of a module or of a mapping; nothing of anything else."""
+    """Yield modules and tensors, by name, of a module or of a mapping; nothing for other arguments."""
     if isinstance(value, Mapping):
         yield from ((str(key), x) for key, x in value.items())
     elif not isinstance(value, type) and callable(getattr(value, "named_modules", None)):
@@ -178,7 +178,7 @@ def original(x: Any) -> Any:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Return whether an annotation accepts a value; the elements of lists and tuples are looked at, those of iterators not.
+    """Return whether an annotation accepts a value; elements of lists and tuples are checked, those of iterators are not.
 
     >>> fits(3, int | None), fits(True, int), fits(["a", 1], abc.Iterable[str]), fits("ab", abc.Iterable[str])
     (True, False, False, False)
@@ -204,7 +204,7 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
 
 
 def _misfit(name: str, value: Any, annotation: Any) -> str:
-    """Why a value does not fit, and what to pass."""
+    """Message for a value of the wrong type, with what to pass."""
     kinds = _alternatives(annotation)
     elements = next((get_args(kind)[0] for kind in kinds if get_origin(kind) in LISTS), None)
     if any(getattr(kind, "__name__", "") == "Module" for kind in kinds):

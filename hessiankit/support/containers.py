@@ -1,4 +1,4 @@
-"""Inputs of a module: the arguments that they stand for, tensors in nested containers, and their layout."""
+"""Inputs of a module: positional and keyword arguments, tensors in nested containers, and their layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tens
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return nested containers with ``function`` applied to their tensors; a tensor that is there twice stays one.
+    """Return nested containers with ``function`` applied to their tensors; a tensor that occurs twice is mapped once.
 
     A ``UserDict`` is a container whether torch has been taught so or not, which depends on what else has been imported.
     """

@@ -18,7 +18,7 @@ from hessiankit.support.kernels import kernels, processor_line
 
 
 def environment(*names: str) -> dict[str, Any]:
-    """Return the versions, the machine and the date that numbers were obtained with; all of it, or the entries of some names."""
+    """Return the versions, the machine and the date that numbers were obtained with; all entries, or those of some names."""
     facts = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),

@@ -30,11 +30,11 @@ class TraceError(HessiankitError, RuntimeError):
 
 
 class OutOfMemoryError(HessiankitError, MemoryError):
-    """The result, or its workspace, does not fit; raised before anything is computed where that can be told beforehand."""
+    """The result, or its workspace, does not fit; raised before anything is computed where that is known beforehand."""
 
 
 class ConvergenceError(HessiankitError, ArithmeticError):
-    """An iteration ran out of steps; ``found`` is its result so far, with the error that it has."""
+    """An iteration ran out of steps; ``found`` is its last result, with an estimate of the error."""
 
     def __init__(self, message: str, found: object = None) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def not_known(name: str, choices: Iterable[str], everything: str = "") -> str:
-    """Return the words for a name that is not known: the nearest names, then all, or ``everything``: where they are listed.
+    """Return the words for a name that is not known: the nearest names, then all, or ``everything``, where they are listed.
 
     >>> not_known("rmsnrm", ["layernorm", "rmsnorm"])
     "is not known; did you mean 'rmsnorm'? Choose one of layernorm, rmsnorm"
@@ -115,7 +115,7 @@ def check_name(caller: str, option: str, value: object, choices: Iterable[str]) 
 
 
 def named(caller: str, text: str) -> str:
-    """Put a function's name before a message, instead of an inner function's; the name of a class stays.
+    """Put a function's name before a message, in place of an inner function's; a class's name is kept.
 
     >>> named("check", "hessian: no target"), named("Transformer", "FeedForward: no such activation")
     ('check: no target', 'FeedForward: no such activation')

@@ -35,7 +35,7 @@ def check_writable(caller: str, path: Path | None) -> None:
 
 
 def write_text(caller: str, path: Path | None, text: str | Callable[[], str]) -> None:
-    """Write a file as a whole: where that fails, what was there still is. ``-`` is standard output, None writes nothing."""
+    """Write a file as a whole: on failure the old content is kept. ``-`` is standard output, None writes nothing."""
     if path is None:
         return
     content = text if isinstance(text, str) else text()
@@ -65,7 +65,7 @@ def write_bytes(
 
 
 def fill(page: str, sections: Mapping[str, str]) -> str:
-    """Return a page with each text between the comments of its name; those without comments come at the end.
+    """Return a page with each text between the comments of its name; texts without comments are appended.
 
     >>> print(fill("a\\n<!-- b -->old<!-- /b -->", {"b": "new"}))
     a
@@ -124,7 +124,7 @@ class WithDict:
     _hidden: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python data, for JSON; NaN where a number is not defined."""
+        """Return everything as plain Python data, for JSON; undefined numbers are NaN."""
         names = [field.name for field in fields(self) if field.name not in self._hidden]  # type: ignore[arg-type]
         return {name: plain(getattr(self, name), float) for name in (*self._derived, *names)}
 

@@ -1,4 +1,4 @@
-"""Inner products and random entries of vectors, also of vectors that several processes hold: copies of them, or a piece each."""
+"""Inner products and random entries of vectors, also of vectors that several processes hold, as copies or in pieces."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class Vectors:
-    """Vectors that one process holds; of several, a subclass."""
+    """Vectors held by one process; subclasses are held by several."""
 
     def sum(self, terms: Tensor) -> Tensor:
         """Return sums over the entries here as sums over all entries."""
         return terms
 
     def drawn(self, draw: Callable[[int], Tensor], size: int) -> Tensor:
-        """Return the ``size`` entries here of a vector, of which ``draw(n)`` draws the next n ones."""
+        """Return the ``size`` entries here of a vector, where ``draw(n)`` draws the next n entries."""
         return draw(size)
 
     def qr(self, Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def held_as(vectors: Vectors) -> Iterator[None]:
 
 
 def holding() -> Vectors:
-    """Return how vectors are held."""
+    """Return the current way of holding vectors."""
     return _VECTORS.get()
 
 

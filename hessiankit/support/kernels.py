@@ -29,12 +29,12 @@ _allowed: ContextVar[bool] = ContextVar("allowed", default=True)
 
 
 def kernels() -> ctypes.CDLL | None:
-    """Return the kernels, or None where they were not built, are off, or a tracer or transform follows torch's operations."""
+    """Return the kernels, or None where they were not built, are off, or a tracer or transform observes torch's operations."""
     return None if is_observed() or not _allowed.get() or os.environ.get(SWITCH) == "0" else _found()
 
 
 def is_observed() -> bool:
-    """Tell whether a tracer or a transform follows torch's operations."""
+    """Tell whether a tracer or a transform observes torch's operations."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -90,7 +90,7 @@ class LanczosBasis:
         return w - column @ Q, column
 
     def turn(self) -> None:
-        """Let the next direction be a random one."""
+        """Set the next direction to a random one."""
         old_direction = self.direction
         self.draws += 1
         self._aim(normal(self.Q.shape[1], self.seed + 7919 * self.draws).to(self.Q))

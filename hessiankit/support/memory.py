@@ -35,7 +35,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def check_room(caller: str, need: int, subject: str, device: torch.device, remedy: str, *, free: int | None = None) -> None:
-    """Refuse what takes more bytes than are ``free`` on a device; None: than are free now.
+    """Refuse an allocation larger than ``free`` bytes, by default the bytes that are free on the device now.
 
     Raises:
         OutOfMemoryError: It says what takes how much, what is free, and the ``remedy``.

@@ -15,7 +15,7 @@ Tell: TypeAlias = Callable[[str, int, int], None]
 
 
 def silent(*_: object, **__: object) -> None:
-    """Show nothing, whatever is told."""
+    """Show nothing."""
 
 
 @contextmanager

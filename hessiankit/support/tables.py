@@ -60,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Detail:
-    """A part that ``print(result)`` omits where the whole would be too long; ``.table()`` has it."""
+    """A part that ``print(result)`` omits where everything would be too long; ``.table()`` has it."""
 
     part: Table | str
 

@@ -1,4 +1,4 @@
-"""Products on a CPU replayed from a tape: the operations of torch, in memory that stays, without the Python between them."""
+"""Products on a CPU replayed from a tape: the operations of torch, in memory that is kept, without Python between them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Taped:
         return self._product(rows)
 
     def __reduce__(self) -> Any:
-        """Let a copy begin without tapes."""
+        """Copy without the tapes."""
         return Taped, (self._product,)
 
     def _recorded(self, rows: Tensor) -> _Tape | None:

@@ -43,7 +43,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and every module of it back into its own mode afterwards."""
+    """Put a model in evaluation mode, and restore the mode of each of its modules afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         if not _has_one_mode(model):
@@ -217,7 +217,7 @@ TORCH_LOCK = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function under :data:`TORCH_LOCK`, in IEEE arithmetic, and outside inference mode, which autograd needs."""
+    """Run a function under :data:`TORCH_LOCK`, in IEEE arithmetic, outside inference mode, which autograd cannot use."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -243,7 +243,7 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def load_forward_mode() -> None:
-    """Let torch load what its forward mode needs, once: some versions warn there that they call ``torch.jit.script``."""
+    """Load the modules of torch's forward mode, once: some versions warn there that they call ``torch.jit.script``."""
     x = torch.zeros((), device="cpu")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".torch.jit.script. is deprecated")
@@ -259,7 +259,7 @@ LARGE = 2**22  # parameters from which nothing of their size is kept, and freed 
 
 
 def hand_back_memory(parameters: int) -> None:
-    """Return memory that was freed after work with so many parameters to the system; glibc keeps much of it."""
+    """Return freed memory to the system after work with that many parameters; glibc keeps much of it."""
     if parameters > LARGE and sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
@@ -293,7 +293,7 @@ OF_LOGITS: ContextVar[bool] = ContextVar("OF_LOGITS", default=False)
 
 @contextmanager
 def losses_of_logits() -> Iterator[None]:
-    """Let losses read the logits, for what is read at them: their slopes, and what a model's own loss is."""
+    """Let losses read the logits themselves, where their gradients or a model's own loss are looked up by them."""
     token = OF_LOGITS.set(True)
     try:
         yield
@@ -343,7 +343,7 @@ def _set_flag(part: Any, name: str, value: Any) -> None:
 
 
 def _float32_settings() -> list[tuple[Any, str, Any]]:
-    """(module of torch, attribute, value) of what decides about float32 arithmetic."""
+    """(module of torch, attribute, value) of the settings of float32 arithmetic."""
     cudnn: Any = torch.backends.cudnn
     try:
         return [
@@ -358,7 +358,7 @@ def _float32_settings() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def ordinary_path(*callables: Any) -> Iterator[None]:
-    """Disable what has no derivative: the inference path of torch's transformer layers, and recurrent layers by cuDNN.
+    """Disable operations without a derivative: the inference path of torch's transformer layers, and recurrent layers by cuDNN.
 
     The first also shortens padded batches. Arithmetic is of full precision (:func:`full_precision`). Modules among
     ``callables`` of which a part is compiled run as they were before: compiled code hides its operations.
@@ -381,7 +381,7 @@ def _is_recurrent(x: Any) -> bool:
 
 
 def _is_compiled(x: Any) -> bool:
-    """Tell whether torch.compile has made something of a module or of a part of it."""
+    """Tell whether torch.compile has compiled a module or a part of it."""
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     if compiled is None or not isinstance(x, nn.Module):
         return False

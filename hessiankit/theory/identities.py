@@ -319,7 +319,7 @@ def _is_square(number: int) -> bool:
 
 
 def _counterexample(both: Assignments, columns: int, seed: int) -> Counterexample | None:
-    """Return a real point at which two rows differ, with the entry that differs most, or None if they agree in all digits.
+    """Return a real point at which two rows differ, with the entry that differs most, or None if all digits agree.
 
     Where cases are distinguished, several points are tried.
     """

@@ -69,7 +69,7 @@ def replace(trace: Trace, path: Sequence[Application], substitutes: Mapping[int,
 def _between_products(
     softmax: Application, producers: Mapping[int, Application], sole_readers: Mapping[int, Application]
 ) -> list[Application] | None:
-    """Return what leads from a product through a softmax to a product of the weights, where no other operation reads it."""
+    """Return the applications from a product through a softmax to one of the weights, unless another operation reads them."""
 
     def before(at: int | None) -> list[Application] | None:
         a = producers.get(at) if at in sole_readers else None  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def _between_products(
 def _fused(
     trace: Trace, chain: Sequence[Application], producers: Mapping[int, Application], masks: list[Tensor]
 ) -> list[Application] | None:
-    """Return attention as one application, after those that bring Q and K to its form; None if that would not be exact."""
+    """Return attention as one application, after those that reshape Q and K for it; None if that would not be exact."""
     product, last, values = chain[0], chain[-1], trace.values
     (q, transposed), A = product.inputs, values[chain[-2].output]
     assert q is not None
@@ -118,7 +118,7 @@ def _fused(
 
 @dataclass
 class _Logits:
-    """The logits as c X + bias for a product X, but at hidden entries, where the weights have to be zero.
+    """The logits as c X + bias for a product X, except at hidden entries, where the weights have to be zero.
 
     Attributes:
         bias: Finite, broadcasts to the weights as the second product reads them, (..., L, S); so does ``hidden``.
@@ -170,7 +170,7 @@ class _Logits:
         return {"mask": equal}
 
     def _apply(self, a: Application, source: int) -> bool:
-        """Take one operation over; False if it is not one of those that are."""
+        """Absorb one operation; return False if it is of an unknown kind."""
         p, value = a.primitive, self.trace.values[a.output]
         operands = [at for at in a.inputs if at != source]
         operand = self.trace.values[operands[0]] if operands and operands[0] is not None else None  # of two inputs
@@ -226,7 +226,7 @@ class _Logits:
         return True
 
     def _arranged(self, x: Tensor) -> Tensor:
-        """Return what broadcasts to the logits as they are now, as it broadcasts to the weights, not repeated in memory."""
+        """Return a tensor that broadcasts to the current logits, rearranged to broadcast to the weights without copies."""
         if self.at.shape != self.A.shape or not self.at.is_contiguous():
             strides = self.at.stride()
             order = sorted(range(self.at.ndim), key=strides.__getitem__, reverse=True)

@@ -93,7 +93,7 @@ class _Nearby:
 
 
 def _value(a: Application, values: list[Tensor]) -> Tensor | None:
-    """Return what an application gives; None where it is not defined, as a factorisation of a matrix that is not definite."""
+    """Return an application's value; None where it is undefined, such as a factorisation of an indefinite matrix."""
     try:
         return a.primitive.value(*(None if at is None else values[at] for at in a.inputs))  # type: ignore[arg-type]
     except RuntimeError:
@@ -101,7 +101,7 @@ def _value(a: Application, values: list[Tensor]) -> Tensor | None:
 
 
 def _kept_apart(trace: Trace, a: Application, dead: Tensor) -> list[Application]:
-    """Return the applications that give an output's dead entries as constants, and the others as before."""
+    """Return applications that compute an output with its dead entries as constants."""
     inputs, parts = list(a.inputs), list[Application]()
     for k, (at, c) in enumerate(zip(a.inputs, a.primitive.regular, strict=True)):
         if at is not None:

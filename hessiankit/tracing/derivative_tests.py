@@ -86,7 +86,7 @@ def adjoint_difference(u: Tensor, tangent: Tensor, tangents: Sequence[Tensor], c
 
 
 def asymmetry(first: Sequence[Tensor], second: Sequence[Tensor], to_first: Covectors, to_second: Covectors) -> float:
-    """Return | <s, C t> - <t, C s> | for tangents s, t and what a contraction C makes of each, relative to the terms."""
+    """Return | <s, C t> - <t, C s> | for tangents s, t and a contraction C, relative to the terms."""
     left = [s * c for s, c in zip(first, to_second, strict=True) if c is not None]
     right = [t * c for t, c in zip(second, to_first, strict=True) if c is not None]
     return _sums_apart(left, right)
@@ -107,7 +107,7 @@ def central_differences(
     steps: Sequence[float] = STEPS,
     weights: Sequence[float] = WEIGHTS,
 ) -> tuple[Covectors, float]:
-    """Return the derivative of a function along tangents, and how far two steps of different length leave it open.
+    """Return the derivative of a function along tangents, and the difference between two steps of different length.
 
     Where the function is not defined around the point, nothing, with infinity.
 
@@ -190,7 +190,7 @@ TRIANGULAR: Mapping[str, int] = {"aten::cholesky_inverse": 0, "aten::cholesky_so
 
 @dataclass(frozen=True)
 class AssumedStructure:
-    """Structure of one argument that an operation takes for granted.
+    """Structure of one argument that an operation assumes.
 
     Attributes:
         position: Position of the argument.
@@ -205,7 +205,7 @@ class AssumedStructure:
     remedy: str
 
     def check(self, operation: Any, x: Tensor) -> None:
-        """Raise TraceError if an argument is not of that kind, beyond rounding."""
+        """Raise TraceError if an argument lacks the structure, beyond rounding."""
         scale, distance = (float(y.abs().max()) if y.numel() else 0.0 for y in (x, x - self.projection(x)))
         if distance > rounding(torch.finfo(x.dtype).eps) * scale:
             raise TraceError(
@@ -216,7 +216,7 @@ class AssumedStructure:
 
 
 def structure(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AssumedStructure | None:
-    """Return the structure that an operation takes for granted of one of its arguments; None where there is none.
+    """Return the structure that an operation assumes of one of its arguments; None where there is none.
 
     >>> found = structure(aten.linalg_cholesky.default, (torch.eye(2),), {})
     >>> found.position, found.kind, found.projection(torch.tensor([[1.0, 0.0], [4.0, 3.0]])).tolist()

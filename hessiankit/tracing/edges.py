@@ -36,7 +36,7 @@ class Edges:
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def clear(self) -> None:
-        """Forget everything: a value has been written into, so that edges and values belong together anew."""
+        """Forget everything: a write into a value gives values new edges."""
         self._positions.clear()
         self._count = 0
 
@@ -47,7 +47,7 @@ class Edges:
         return edge, self._at(edge)
 
     def boundary(self, start: Edge) -> tuple[dict[Edge, Node], tuple[str, ...]]:
-        """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way.
+        """Return the edges of recorded values behind an edge, with their nodes, and the functions passed on the way.
 
         None of them lies behind another: autograd's derivatives are total ones, which would count the way between the two twice.
         """
@@ -60,7 +60,7 @@ class Edges:
             functions.update((function, None) for function, _ in inner)
 
     def unseen(self, x: Tensor, start: Edge, boundary: dict[Edge, Node], names: tuple[str, ...]) -> Unseen:
-        """Return what autograd's graph says of a tensor between its edge ``start`` and a boundary."""
+        """Return the part of autograd's graph between a tensor's edge ``start`` and a boundary."""
         with torch._C._DisablePythonDispatcher(), torch._C._ForceDispatchKeyGuard(*self._keys), torch.enable_grad():
             root = x.clone()  # later writes into x do not reach it; the guard serves calls beneath autograd, as in empty_like
         edges = tuple(GradientEdge(*edge) for edge in boundary)
@@ -76,7 +76,7 @@ class Edges:
                 self._positions[x.grad_fn, x.output_nr] = Position(node, view_key(x))
 
     def _nearest(self, functions: dict[Any, None]) -> dict[Edge, Node]:
-        """Walk back from functions to the next values that were seen; add the functions on the way to ``functions``."""
+        """Walk back from functions to the next recorded values; add the functions on the way to ``functions``."""
         nodes: dict[Edge, Node] = {}
         queue = list(functions)
         while queue:

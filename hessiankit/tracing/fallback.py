@@ -1,4 +1,4 @@
-"""A primitive for one operation that has no chapter: its actions come from automatic differentiation of it alone.
+"""A primitive for one operation that has no chapter: its actions come from automatic differentiation of this operation only.
 
 Each derivative is taken by two routes of torch, which are compared on generic vectors at the point: reverse mode
 (``torch.autograd.grad``, once or twice) and forward mode (``torch.func.jvp`` of the value or of the gradient). Where they
@@ -165,7 +165,7 @@ class AutomaticDifferentiation(Primitive):
         tangents: Inputs,
         dtype: torch.dtype,
     ) -> tuple[str | None, Covectors]:
-        """Return the route to the derivative of ``function`` that is right, and what it gives; None where that is not finite."""
+        """Return the correct route to the derivative of ``function``, and its result; None where that is not finite."""
         results: dict[str, Covectors] = {}
         errors: dict[str, Exception] = {}
         for name, run in routes.items():
@@ -207,7 +207,7 @@ class AutomaticDifferentiation(Primitive):
         raise self._refusal(order, f"{gap_note}{evidence} (known to {uncertainty:.1g})")
 
     def _by_batch(self, order: str, action: Callable[..., Covectors], vectors: Inputs) -> Covectors:
-        """Return what an action on batches makes of single vectors, compared with what vmap makes of them."""
+        """Return an action's results for single vectors, compared with those of vmap."""
         single, gap = batch_difference(action, vectors)
         if gap > max((rounding(torch.finfo(c.dtype).eps) for c in single if c is not None), default=0.0):
             raise self._refusal(order, f"torch.vmap of it differs from a loop by {gap:.2g} of the largest entry")

@@ -88,7 +88,7 @@ class Graph:
 
 
 def map_nodes(function: Callable[[Node], Any], tree: Any) -> Any:
-    """Return nested containers with what ``function`` makes of their nodes in the place of these."""
+    """Return nested containers with ``function`` applied to their nodes."""
     return map_aggregate(tree, lambda x: function(x) if isinstance(x, Node) else x)
 
 
@@ -113,7 +113,7 @@ class Unseen:
 
 
 def edges_behind(function: Any, end: Edge | None = None) -> dict[Edge, None]:
-    """Return every edge that a function's derivative is passed on to, near or far, but not by way of ``end``."""
+    """Return every edge that a function's derivative is passed on to, directly or not, except through ``end``."""
     edges: dict[Edge, None] = {}
     functions, queue = {function}, [function]
     while queue:
@@ -149,7 +149,7 @@ class Recording:
 
     @property
     def reads_numbers(self) -> bool:
-        """Whether the function reads numbers out of tensors, which may decide what it computes."""
+        """Whether the function reads numbers out of tensors, on which its branches may depend."""
         return any(isinstance(step, NUMBER) for step in self.course)
 
 

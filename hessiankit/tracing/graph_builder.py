@@ -42,7 +42,7 @@ class GraphBuilder:
         self._name(x, self.recording.graph.add("placeholder", f"argument_{len(self.recording.graph.nodes)}"))
 
     def call(self, target: Any, args: Any, kwargs: Any) -> Node:
-        """Note an operation, with what its arguments stand for now."""
+        """Note an operation, with the present nodes of its arguments."""
         args, kwargs = map_aggregate((args, kwargs), self.node_of)
         if torch.is_grad_enabled() is not self.differentiable:
             self.differentiable = not self.differentiable
@@ -60,7 +60,7 @@ class GraphBuilder:
             self._name(value, node)
 
     def keep(self, node: Node, value: Any) -> None:
-        """Keep what an operation returned, unless something about the place where it ran, or a later write, may change that."""
+        """Keep the result of an operation, unless the context in which it ran, or a later write, may change it."""
         schema = getattr(node.target, "_schema", None)
         if schema is None or schema.is_mutable:
             self.edges.clear()
@@ -78,7 +78,7 @@ class GraphBuilder:
     # Nodes of tensors -------------------------------------------------------------------------------------------------
 
     def node_of(self, x: Any) -> Any:
-        """Return the node of a tensor; anything else as it is."""
+        """Return the node of a tensor; other values unchanged."""
         if not isinstance(x, Tensor):
             return x
         record = self.tensors.record(x)
@@ -92,7 +92,7 @@ class GraphBuilder:
         return self.tensors.node(x)
 
     def _node_by_autograd(self, x: Tensor, is_overwritten: bool) -> Node:
-        """Return a node for a tensor of which autograd knows more than was seen: what its derivative is, and by what."""
+        """Return a node for a tensor whose derivative autograd knows, though its operations were not recorded."""
         start, position = self.edges.position(x)
         if position is not None and position.view == view_key(x) and not is_overwritten:
             return position.node  # another tensor object for the same value
@@ -148,14 +148,14 @@ class GraphBuilder:
     # Memory that is written into -----------------------------------------------------------------------------------------
 
     def add_untraced(self, value: Any) -> None:
-        """Remember the memory of what a transform returned: the function's own, which it may write into later."""
+        """Remember the memory of a transform's result, which the function owns and may write into later."""
         for x in map(unwrapped, tensors_in(value)):
             self.tensors.memory(x).is_hidden = True
             if self.tensors.record(x) is None:
                 self.tensors.add(x, None)
 
     def write_untraced(self, tensors: Sequence[Any]) -> None:
-        """Remember that some tensors, and all others on their memory, have been written into out of sight."""
+        """Remember that some tensors, and all others on their memory, have been written into without a recorded operation."""
         for memory in self.tensors.memories(tensors):
             memory.is_overwritten = True
         for record in self.tensors.sharing(tensors):
@@ -164,12 +164,12 @@ class GraphBuilder:
             record.is_stale = record.node is not None
 
     def is_external(self, tensors: Sequence[Any]) -> bool:
-        """Tell whether tensors lie in memory that was there before, such as a buffer's, and not in an argument's."""
+        """Tell whether tensors lie in memory allocated before the run, such as a buffer's, that is no argument's."""
         memories = self.tensors.memories(tensors)
         return all(memory.is_external or (memory.is_external is None and not memory.is_hidden) for memory in memories)
 
     def keep_constants(self, tensors: Sequence[Any]) -> None:
-        """Let constants in the memory of some tensors be copies: it is about to be written into."""
+        """Replace constants in the memory of some tensors by copies before it is written into."""
         for record in self.tensors.sharing(tensors):
             if record.node is not None and record.node.op == "get_attr":
                 name = record.node.target

@@ -22,7 +22,7 @@ ENTRIES = LOGITS
 
 
 def fuse_head(trace: Trace, bending: Container[int] | None = None) -> None:
-    """Replace heads and their cross entropies on the way to the output of a trace; logits that something else reads stay.
+    """Replace heads and their cross entropies on the way to the output of a trace; logits with other readers are kept.
 
     ``bending`` is as in :func:`fuse_attention`.
     """
@@ -44,7 +44,7 @@ def fuse_head(trace: Trace, bending: Container[int] | None = None) -> None:
 def _from_product(
     trace: Trace, loss: Application, producers: Mapping[int, Application], counts: Mapping[int | None, int]
 ) -> list[Application] | None:
-    """Return what leads from a product with a matrix to a loss and only moves rows of logits, where nothing else reads them."""
+    """Return the applications from a product to a loss, if they only move rows of logits that have no other reader."""
     chain: list[Application] = []
     at = loss.inputs[0]
     while at is not None and counts[at] == 1 and (a := producers.get(at)) is not None:
@@ -86,7 +86,7 @@ def _fused(
     *,
     gauss_newton: bool,
 ) -> list[Application]:
-    """Return the head with its loss as one application, after those that bring its input and weight to its form."""
+    """Return the head with its loss as one application, after those that reshape its input and weight for it."""
     product, values, new = chain[0], trace.values, list[Application]()
     at, weight, *rest = product.inputs
     assert at is not None

@@ -22,7 +22,7 @@ from hessiankit.tracing.graph import Node, tensors_in
 def without_writing(
     node: Node, values: Mapping[Node, Any], ids: Collection[Node], *, differentiable: bool = True
 ) -> Callable[..., Any]:
-    """Return what to run for a node: its operation, or the operation's twin that writes into nothing.
+    """Return what to run for a node: its operation, or the variant of it that does not write in place.
 
     Args:
         node: The next node to run.

@@ -36,7 +36,7 @@ def reassociate(trace: Trace) -> None:
 
 
 def _keep_axes(trace: Trace) -> None:
-    """Apply weights, biases and a cross entropy to values with their axes of rows, where these are flattened for it.
+    """Apply weights, biases and a cross entropy to values with their axes of rows, where the module flattens these for them.
 
     Values that are asked for, as the module's output, stay between what comes before and after them.
     """

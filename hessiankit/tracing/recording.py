@@ -37,7 +37,7 @@ _SILENT_READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tenso
 
 
 def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the type that autocast brings the arguments of an operation to; None where it leaves them as they are.
+    """Return the type that autocast brings the arguments of an operation to; None where it leaves them unchanged.
 
     Torch does not tell. The operation is run as it is, and without autocast on arguments of each type that autocast knows: what
     returns the same bits is what autocast does.
@@ -107,7 +107,7 @@ def record(
     keep_values: bool = False,
     course: list[Any] | None = None,
 ) -> Recording:
-    """Run a function without arguments and return what it did with some tensors.
+    """Run a function without arguments and return the recording of its operations on some tensors.
 
     Args:
         function: Run once, as it is; whatever it reads besides the leaves is a constant.
@@ -150,7 +150,7 @@ def record(
 
 
 class _Apart(BaseException):
-    """Ends a recording at the first step that another course does not take."""
+    """Ends a recording at the first step that differs from another course."""
 
 
 class _Course(list[Any]):
@@ -289,7 +289,7 @@ class _Recorder(ProxyTorchDispatchMode):
         return self.builder.is_external(targets) or self.builder.passes_gradients(targets)
 
     def _untraced(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
+        """Run an operation without noting it: autograd knows how its result depends on the parameters."""
         targets = overwritten(operation, args, kwargs)
         with torch._C._DisablePythonDispatcher():
             if targets:
@@ -317,7 +317,7 @@ class _Recorder(ProxyTorchDispatchMode):
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
     def _by_itself(self, operation: Any, args: Any, kwargs: Any, parts: Tensor) -> Tensor:
-        """Return what an operation returns in place of what its parts do, so that autograd's graph has its own backward."""
+        """Return an operation's own result in place of that of its parts, so that autograd's graph has its backward."""
         with torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
             value: Tensor = operation(*args, **kwargs)
         self.builder.stands_for(value, parts)
@@ -334,7 +334,7 @@ if (_cond := getattr(torch.ops.higher_order, "cond", None)) is not None:
 
 
 def _mark_read(x: Tensor) -> None:
-    """Read one number that has another value where an entry has: the sum, for integers a hash."""
+    """Read one number that changes with any entry: the sum, for integers a hash."""
     if x.is_floating_point() or x.is_complex():
         x.sum().item()
         return
@@ -348,7 +348,7 @@ def _is_linearized() -> bool:
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
+    """Sees Python's calls that read values out of tensors, or replace a tensor's ``.data``, without an operation.
 
     A read that leaves nothing in the graph is marked there by an ``aten.item``.
     """

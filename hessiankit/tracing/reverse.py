@@ -1,4 +1,4 @@
-"""The derivative actions of one value by its autograd graph alone: torch.autograd.grad once and twice.
+"""The derivative actions of one value by its autograd graph: torch.autograd.grad once and twice.
 
 With y the value and x_1, ..., x_m the places in its graph that count as inputs,
 
@@ -59,7 +59,7 @@ def curvature(y: Tensor, x: Places, adjoint: Tensor, tangents: Tangents) -> Cove
 
 
 def is_affine(y: Tensor, x: Places) -> bool:
-    """Tell whether autograd knows that the first derivative of y does not depend on the inputs."""
+    """Tell whether, by autograd's graph, the first derivative of y is independent of the inputs."""
     with torch.enable_grad():
         gradients = _grad([y], x, [torch.ones_like(y)], create_graph=True)
     nonconstant = [s for s in gradients if s is not None and s.requires_grad]

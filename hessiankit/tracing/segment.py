@@ -83,7 +83,7 @@ class Segment(Primitive):
         return [None if t is None else t.to(x.dtype) for t, x in zip(tangents, self.inputs, strict=True)]
 
     def _prove_first(self) -> None:
-        """Compare <u, J t> with <J^T u, t>, and what vmap makes of both with a loop, on generic vectors."""
+        """Compare <u, J t> with <J^T u, t>, and vmap with a loop for both, on generic vectors."""
         if 1 in self._proven:
             return
         y, x = self.root, self.edges
@@ -100,7 +100,7 @@ class Segment(Primitive):
         self._proven.add(1)
 
     def _prove_second(self) -> None:
-        """Test the second derivative for symmetry, and what vmap makes of it, on generic vectors."""
+        """Test the second derivative for symmetry, and vmap of it against a loop, on generic vectors."""
         if 2 in self._proven:
             return
         self._prove_first()
@@ -120,7 +120,7 @@ class Segment(Primitive):
 
     @contextmanager
     def _differentiated(self) -> Iterator[None]:
-        """Let the leaves be as they were, and name what cannot be differentiated."""
+        """Restore the leaves, and name the function that cannot be differentiated in an error."""
         try:
             with TORCH_LOCK, _as_recorded(self.leaves):
                 yield
@@ -137,7 +137,7 @@ class Segment(Primitive):
 
 
 def segment(unseen: Unseen, variables: Sequence[tuple[GradientEdge, Tensor]]) -> Segment:
-    """Return the primitive for a value that autograd alone knows, as a function of those of its inputs that move."""
+    """Return the primitive for a value known from autograd's graph only, as a function of its moving inputs."""
     edges, inputs = zip(*variables, strict=True)
     first, rest = ", ".join(unseen.names[:3]), len(unseen.names) - 3
     name = f"autograd: {first}{f' and {rest} more' if rest > 0 else ''}"
@@ -149,7 +149,7 @@ def segment(unseen: Unseen, variables: Sequence[tuple[GradientEdge, Tensor]]) ->
 
 @contextmanager
 def _as_recorded(leaves: tuple[tuple[Tensor, Tensor, int], ...]) -> Iterator[None]:
-    """Let leaves have the values that they had: a graph reads them anew, and would refuse those that training has moved."""
+    """Give leaves their recorded values: a graph reads them again, and refuses values that training has changed."""
     state = [(leaf, leaf.data, leaf._version) for leaf, _, _ in leaves]
     try:
         for leaf, data, version in leaves:

@@ -45,7 +45,7 @@ class Probe:
 
 
 def probe_segments(trace: Trace, fixed_rows: Mapping[str, int] | None = None) -> Probe | None:
-    """Return what :func:`verify_segments` compares of a trace; None for one without segments, where each primitive is known.
+    """Return the derivatives of a trace that :func:`verify_segments` compares; None for one without segments.
 
     ``fixed_rows`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
     """

@@ -1,4 +1,4 @@
-"""Fewer operations to push and pull through: reshapes in a row become one, and a product takes the bias that is added to it."""
+"""Fusion of steps, for fewer operations a product: reshapes in a row become one, and a product takes its bias."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _source(trace: Trace, a: Application, inputs: tuple[int | None, ...]) -> int
 
 
 def fuse_biases(trace: Trace, outputs: Container[int | None]) -> None:
-    """Let a product with one matrix for all rows add the vector that is added to all rows of it, where nothing else reads it."""
+    """Let a product with one matrix for all rows add the vector that is added to all rows of it, where it has no other reader."""
     reads = Counter(at for a in ancestors_of_output(trace) for at in a.inputs)
     products = {a.output: a for a in trace.applications if isinstance(a.primitive, MatMul)}
     for k, a in enumerate(trace.applications):

@@ -22,7 +22,7 @@ MAKERS = ("_like", "new_", "size", "numpy")
 
 
 def stop_of(function: Any, args: Sequence[Any], result: Any) -> str:
-    """Return the name of what cuts a result off from a differentiated argument, or "" where nothing does.
+    """Return the name of the operation that cuts a result off from a differentiated argument, or "".
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> stop_of(Tensor.detach, (x,), x.detach()), stop_of(torch.exp, (x,), x.exp())
@@ -59,7 +59,7 @@ def _codes_of(kind: type) -> Iterator[CodeType]:
 
 
 def _version(x: Any) -> int:
-    """Return how often a tensor has been written into; 0 for what does not count it: numbers and tensors of inference mode."""
+    """Return how often a tensor has been written into; 0 for numbers and tensors of inference mode, which do not count it."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
@@ -131,7 +131,7 @@ class StoppedValues(TorchFunctionMode):
 
 
 def held_values(call: Callable[[AbstractContextManager[Any]], Any]) -> AbstractContextManager[Any]:
-    """Return a context for later calls in which those values are held that a first one recorded.
+    """Return a context for later calls that holds the values that the first call recorded.
 
     Nothing is held where the call does not run under a mode of torch, as ``torch.cond`` does not.
     """

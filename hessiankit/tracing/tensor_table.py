@@ -107,6 +107,6 @@ class TensorTable:
         return [self._memories[at] for at in addresses]
 
     def sharing(self, tensors: Iterable[Any]) -> list[TensorRecord]:
-        """Return the records of all tensors in the memory of some."""
+        """Return the records of all tensors that share memory with some tensors."""
         records = (record for memory in self.memories(tensors) for record in memory.records)
         return [record for record in records if self._records[id(record.tensor)] is record]

@@ -93,7 +93,7 @@ class Trace(Printed):
         return output
 
     def derived(self, primitive: Primitive, inputs: tuple[int, ...], name: str, applications: list[Application]) -> int:
-        """Return the id of what a primitive makes of some values; where these move, append its application."""
+        """Return the id of a primitive's value at some values; if one of these moves, append the application."""
         moves = not self.moving.isdisjoint(inputs)
         output = self.add_value(primitive.value(*(self.values[at] for at in inputs)), moving=moves)
         if moves:
@@ -164,7 +164,7 @@ def pull_one(pull: Callable[[Any], Sequence[Tensor | None]], bars: Sequence[Tens
 
 
 def accumulate(sums: dict[int, Tensor], ids: Sequence[int | None], covectors: Sequence[Tensor | None]) -> None:
-    """Add covectors to the sums of their values, by id; None stands for zero, and for a value without a sum."""
+    """Add covectors to the sums of their values, by id; None is zero, or a value without a sum."""
     for at, covector in zip(ids, covectors, strict=True):
         if at is not None and covector is not None:
             sums[at] = sums[at] + covector if at in sums else covector
@@ -196,7 +196,7 @@ def trace_module(function: Callable[..., Tensor], parameters: Mapping[str, Tenso
 def trace_call(
     run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor], stable_storages: Collection[int] | None = None
 ) -> Trace:
-    """Trace a call without arguments into primitive applications; nothing that it reads is replaced.
+    """Trace a call without arguments into primitive applications; tensors that it reads are not replaced.
 
     Args:
         run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).
@@ -360,7 +360,7 @@ def _record(
 
 
 def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], values: dict[Node, Any]) -> None:
-    """Append what is known by autograd's graph alone; a constant, if nothing moves that it is made of."""
+    """Append a value known from autograd's graph only; a constant, if none of its inputs moves."""
     value = values[node] = unseen.root.detach()
     variables = [(edge, n) for edge, n in zip(unseen.edges, node.args, strict=True) if n in ids]
     if not variables or not value.numel():
@@ -386,7 +386,7 @@ def _assignment(into: Tensor, source: Any = None, *rest: Any, **options: Any) ->
 
 
 def _overwrite(node: Node, result: Trace, ids: dict[Node, int], values: dict[Node, Any]) -> None:
-    """Let every other reader of the memory that a node has written see the new entries."""
+    """Update the values of all other tensors in the memory that a node has written."""
     value = values[node]
     for reader, old_value, source in readers(node, values):
         new, new_value = source >= 0, values[reader]

@@ -1,1 +1,1 @@
-"""Readers of the curvature for training: block types, sharpness, depth, learning rates, monitoring, ranks."""
+"""Curvature for training: block types, sharpness, depth, learning rates, monitoring, ranks."""

@@ -1,4 +1,4 @@
-"""The user's own closed form of a Hessian beside hessiankit's and the references, and what would make a wrong block right."""
+"""The user's own closed form of a Hessian beside hessiankit's and the references, and the correction of a wrong block."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
 
 
 def _matrix(argument: str, value: Any, shape: tuple[int, ...], meaning: str, tensor_shape: tuple[int, ...] = ()) -> Tensor:
-    """Return an array as a matrix of a shape; ``tensor_shape`` is the shape that it may have instead."""
+    """Return an array as a matrix of a shape; ``tensor_shape`` is an alternative shape."""
     try:
         x = value.detach().to_dense() if isinstance(value, Tensor) else np.asarray(value)
     except ValueError as error:  # lists of unequal lengths
@@ -71,7 +71,7 @@ def _matrix(argument: str, value: Any, shape: tuple[int, ...], meaning: str, ten
 
 
 def completed(blocks: Blocks, true: Tensor, slices: Mapping[str, slice], probes: Probes | None = None) -> Tensor:
-    """Return a matrix (P, P), or products (n, P) along one direction on each of n parameters, with a user's blocks put in."""
+    """Return a matrix (P, P), or products (n, P) along one direction on each of n parameters, with the user's blocks."""
     result = true.clone()
     for (i, j), block in blocks.items():
         rows, columns = slices[i], slices[j]
@@ -110,7 +110,7 @@ def _note(
     problem: Problem,
     rtol: float,
 ) -> str:
-    """Return what would make a wrong block right, seen in products along generic directions, and a row that differs most."""
+    """Return the change that corrects a wrong block, by products along generic directions, and the row that differs most."""
     V = normal((block.shape[1], 3), torch.Generator().manual_seed(0), problem.theta)
     targets = {"": hessian[i, j] @ V}
     if outer is not None:

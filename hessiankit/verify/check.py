@@ -215,7 +215,7 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
 
 
 def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *, by_products: bool) -> CheckReport:
-    """Compare the matrix, or products; say what stopped a reference or lowered the tolerance."""
+    """Compare the matrix, or products; record why a reference stopped or the tolerance was lowered."""
     batch = read_request(
         module,
         inputs,
@@ -368,7 +368,7 @@ def _shapes(inputs: Any) -> str:
 
 
 def generic_example(module: nn.Module, loss: LossArgument, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw inputs and a target for one of hessiankit's own modules, of sizes unequal to each other and to the widths.
+    """Draw inputs and a target for one of hessiankit's own modules, of sizes that differ from each other and from the widths.
 
     Raises:
         InputError: For any other module, whose input shape cannot be known, or a loss without a known target.

@@ -78,7 +78,7 @@ class CheckReport(Printed, WithDict):
 
     @property
     def passed(self) -> bool:
-        """Whether the closed form agrees with two healthy, independent references everywhere, and all that is exact holds."""
+        """Whether the closed form agrees with two healthy, independent references everywhere, and all exact checks hold."""
         agrees = len(self.healthy_groups) >= 2 and all(row.passed for row in self.rows)
         return agrees and self.identities.passed and all(row.passed for row in self.exact)
 
@@ -127,7 +127,7 @@ class CheckReport(Printed, WithDict):
         )
 
     def _agreement(self) -> str:
-        """Return how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
+        """Return how far each reference agrees, and which of them cannot resolve the tolerance, by their own error estimate."""
         parts = []
         for reference in self.references:
             rows = [row for row in self.rows if row.reference == reference and not row.of_same_call]

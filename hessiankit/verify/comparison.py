@@ -1,4 +1,4 @@
-"""Comparison of Hessians block by block, each relative to its own largest entry, and the rows that a report has of it.
+"""Comparison of Hessians block by block, each relative to its own largest entry, and the report's rows.
 
 A *cell* (i, label) holds the entries of products H v that lie in parameter i, over the directions v of one label: a parameter, in
 whole matrices and along directions on each parameter, or a group of parameters.
@@ -284,7 +284,7 @@ class Judge:
         return 1e-4 if self.eps < 1e-12 else 1e-2
 
     def relative(self, gaps: Gaps, *, admitted: bool = True) -> Tensor:
-        """Return differences relative to the cell's own scale, (n, labels).
+        """Return differences relative to the scale of each cell, (n, labels).
 
         It is 0 where the cell cannot be told from zero: below rounding, or small and below the error that the routes admit
         (unless not ``admitted``), with a difference no larger than that. Zero on one side only gives 1.
@@ -305,7 +305,7 @@ class Judge:
         return torch.where(is_zero | is_unresolved, 0.0, gaps.gap / gaps.scale.clamp_min(torch.finfo(gaps.gap.dtype).tiny))
 
     def within(self, gaps: Gaps, tolerance: float) -> bool:
-        """Tell whether each difference lies within the tolerance plus what the two sides admit."""
+        """Tell whether each difference lies within the tolerance plus the error estimates of both sides."""
         return bool((self.relative(gaps) <= tolerance + gaps.relative_slack).all())
 
     def worst(self, gaps: Gaps) -> Worst:
@@ -321,7 +321,7 @@ class Judge:
         return self.names[at // len(gaps.labels)], gaps.labels[at % len(gaps.labels)]
 
     def attainable(self, error: Tensor, scale: Tensor) -> float:
-        """Return the relative error that a route admits, cells below ``small`` being measured against that."""
+        """Return the relative error that a route estimates for itself; cells below ``small`` are measured against ``small``."""
         reference = scale.clamp_min(self.small * float(scale.amax())).clamp_min(torch.finfo(scale.dtype).tiny)
         return float((error / reference).amax())
 

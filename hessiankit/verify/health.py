@@ -90,7 +90,7 @@ def examine(
     probes: Probes | None = None,
     noise: RoundingNoise | None = None,
 ) -> dict[str, Health]:
-    """Test every result for symmetry and against the others; a result that is no reference is compared, and never judges.
+    """Test every result for symmetry and against the others; a result that is no reference is compared but does not judge others.
 
     A witness must be finite, symmetric and, by its own estimate, precise. The consensus is the set of witnesses that
     agree with each other and come from the most independent groups, at least two (the two groups that run forward mode
@@ -139,7 +139,7 @@ def rounding_noise(
 
 @dataclass
 class Case:
-    """One result: its symmetry, its own error, and whether it may judge others; ``note`` says why it failed, if it did."""
+    """One result: its symmetry, its error estimate, and whether it may judge others; ``note`` says why it failed, if it did."""
 
     name: str
     tolerance: float
@@ -200,7 +200,7 @@ class SideBySide:
             self._compare({n: _along(x, probes, result.probes) for n, x in common.items()}, {name: result}, result.probes)
 
     def _compare(self, partners: Mapping[str, Outcome], new: Mapping[str, Outcome], probes: Probes | None) -> None:
-        """Compare new results with each other, and with those that are known."""
+        """Compare new results with each other and with the earlier ones."""
         layout = Layout(self.problem, None if probes is None else probes.owners)
         errors = {n: None if x.error is None else layout.largest(x.error) for n, x in {**partners, **new}.items()}
         for (a, first), (b, second) in [*product(partners.items(), new.items()), *combinations(new.items(), 2)]:
@@ -228,7 +228,7 @@ class SideBySide:
         return {name: self._health(case, witnesses, () if dissent else consensus, dissent) for name, case in cases.items()}
 
     def _dissents(self, case: Case, consensus: Collection[str]) -> bool:
-        """Tell whether differences of the gradient, sure of themselves, contradict routes that differentiate it.
+        """Tell whether differences of the gradient, within their own error estimate, contradict routes that differentiate it.
 
         These share torch's formulas, and may share their error: which side is wrong is not known.
         """

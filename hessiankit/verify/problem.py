@@ -52,7 +52,7 @@ class Problem:
             ``loss``; the named losses read ``logits`` of one).
         params: Name -> value at which to differentiate; empty: every parameter of the module that requires a gradient,
             as it is.
-        read: Loss as the closed forms have it; None: read when it is needed.
+        read: Loss as the closed forms use it; None: read when it is needed.
 
     Raises:
         InputError: An unknown loss or parameter name, a wrong shape, mixed dtypes or devices, nothing to differentiate.
@@ -128,12 +128,12 @@ class Problem:
 
     @cached_property
     def own_loss(self) -> Loss:
-        """The loss as it is read."""
+        """The loss of the request."""
         return read_loss(self.loss)
 
     @cached_property
     def batch(self) -> BatchLoss:
-        """The loss at ``params`` as the closed forms have it, without a gradient to compare with."""
+        """The loss at ``params`` as the closed forms use it, without a gradient to compare with."""
         if self.read is not None:
             return self.read.moved(self.params)
         with self.at():
@@ -154,7 +154,7 @@ class Problem:
 
     @contextmanager
     def at(self, point: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Move the module's own parameters to a point (``params`` by default), gradients on; afterwards all is as it was."""
+        """Move the module's own parameters to a point (``params`` by default), gradients on; restore all afterwards."""
         values = self.params if point is None else point
         placement, parts = placed((self.own[name], value) for name, value in values.items()), (self.module, self.loss)
         with ordinary_path(*parts), preserved(*parts), torch.inference_mode(False), torch.enable_grad(), placement:
@@ -314,5 +314,5 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return nested containers with their floating tensors in another dtype; None keeps their own."""
+    """Return nested containers with their floating tensors in another dtype; None keeps each dtype."""
     return tree if dtype is None else map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

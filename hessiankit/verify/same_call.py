@@ -183,7 +183,7 @@ class SameCall:
         yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)
 
     def _attempt(self, kind: str, words: str, make: Callable[[], T]) -> tuple[T | None, float]:
-        """Return what a function gives and its time, or None.
+        """Return a function's result and its time, or None.
 
         A function that refuses the call although there is a Hessian is a failed row; one that only lacks the memory is a remark.
         """

@@ -1,4 +1,4 @@
-"""Directions along which a loss is constant, found from its gradient alone.
+"""Directions along which a loss is constant, found from its gradient only.
 
 If the loss does not change along theta -> exp(t B) theta, then <B theta, g> = 0 at every theta. Entries of one parameter along
 one of its axes are a *leg* X, (rows, k); what a generator G, k x k, does to it contributes <X G, g> = sum_ij G_ij (X^T g)_ij, its

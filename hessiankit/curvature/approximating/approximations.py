@@ -164,7 +164,7 @@ def approximations(
 
 @dataclass
 class Point:
-    """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed."""
+    """The exact matrix at one point and the factors and moments of its approximations, each computed at its first use."""
 
     module: nn.Module
     batches: Sequence[BatchLoss]
@@ -228,7 +228,7 @@ class Point:
         return MiniBatchMoments(sample_gradients(self.batches), self.minibatch, self.shapes, self.slices)
 
     def model(self, name: str) -> tuple[Model, str]:
-        """Return an approximation by name, and its structure in words; an InputError says why one cannot be made here."""
+        """Return an approximation by name, and its structure in words; an InputError says why one cannot be built here."""
         if name in self.partitions and not self.is_dense:
             raise InputError("exact blocks are cut from the exact matrix; pass method='dense', or fewer params")
         if name == "low-rank":

@@ -24,7 +24,7 @@ LEVEL = 0.95  # of confidence, of the intervals
 
 @dataclass(frozen=True)
 class Measures:
-    """What is measured of an approximation C of a matrix A, with the preconditioner M that belongs to it.
+    """Errors of an approximation C of a matrix A, and of the preconditioner M made from C.
 
     Attributes:
         frobenius: ||A - C||_F / ||A||_F.

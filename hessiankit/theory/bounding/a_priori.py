@@ -97,7 +97,7 @@ def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float]:
 
 
 def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) -> Tensor:
-    r"""Return bounds for the mean squared error of an output whose rows have a fixed length but for eps.
+    r"""Return bounds for the mean squared error of an output whose rows have a fixed length up to eps.
 
     With M the norm's input, S_i^2 = |M_i|^2 + d eps (M centred for LayerNorm) and s <= S_i / sqrt(d), the loss is
 

@@ -37,7 +37,7 @@ PICTURE_ROWS = 30  # rows of a picture
 
 @dataclass(frozen=True)
 class LossAt:
-    """The loss of a module at a point, in float64, which bounds are computed for."""
+    """The loss of a module at a point, in float64, for which bounds are computed."""
 
     module: nn.Module
     x: Any  # B x L x d, or a mapping of arguments

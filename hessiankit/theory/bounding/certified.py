@@ -52,7 +52,7 @@ def growth(n: int) -> float:
 
 
 def up(value: float, steps: int = 4) -> float:
-    """Return a number above the value by a few units in the last place, to cover a few roundings of Python's own.
+    """Return a number above the value by a few units in the last place, to cover a few roundings in Python's arithmetic.
 
     >>> up(1.0) > 1.0, up(0.0) > 0.0
     (True, True)
@@ -155,14 +155,14 @@ def verified_upper(A: Tensor, guess: float | None = None, widenings: tuple[float
 
 
 def is_below(c: float, A: Tensor) -> bool:
-    """Return whether Cholesky's method runs to its end on c I - A, so that A has no eigenvalue above c, but for rounding."""
+    """Return whether Cholesky's method succeeds on c I - A: then, up to rounding, A has no eigenvalue above c."""
     difference = -A
     difference.diagonal().add_(c)
     return int(torch.linalg.cholesky_ex(difference).info) == 0
 
 
 def top_vector(A: Tensor) -> Tensor:
-    """Return a unit vector v for which ||A v|| is ||A||_2 but for rounding: from the eigenvectors of the smaller Gram matrix."""
+    """Return a unit vector v for which ||A v|| is ||A||_2 up to rounding: from the eigenvectors of the smaller Gram matrix."""
     A, _ = _scaled(A)
     tall = A.shape[0] >= A.shape[1]
     w = torch.linalg.eigh(A.T @ A if tall else A @ A.T).eigenvectors[:, -1]

@@ -33,7 +33,7 @@ Key = TypeVar("Key")
 
 
 class Magnitudes(dict[Key, float]):
-    """Numbers by parameter or by pair of parameters, with sums and multiples; what is missing is 0.
+    """Numbers by parameter or by pair of parameters, with sums and multiples; missing entries are 0.
 
     >>> 2.0 * Magnitudes(a=1.0) + Magnitudes(a=1.0, b=3.0)
     {'a': 3.0, 'b': 3.0}
@@ -100,7 +100,7 @@ class Bounded:
         return Magnitudes({i: min(g, self.jacobian_row.get(i, math.inf)) for i, g in self.jacobian.items()})
 
     def __add__(self, other: Bounded) -> Bounded:
-        """Return the sum: everything adds up."""
+        """Return the sum, bound by bound."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in LINEAR}
         rows = self.row_jacobians() + other.row_jacobians()
         return Bounded(**sums, diameter=self.range + other.range, jacobian_row=rows)
@@ -136,7 +136,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Sphere:
-    """The input of a norm without gain and shift, whose output has rows on a sphere, but for eps."""
+    """The input of a norm without gain and shift, whose output has rows on a sphere, up to eps."""
 
     before: Bounded
     scale: float  # a lower bound of every row scale sqrt(var + eps) over the ball
@@ -165,7 +165,7 @@ class BoundedParameter:
 
 
 def constant(X: Tensor) -> Bounded:
-    """Return an input: it does not move."""
+    """Return an input, which does not depend on the parameters."""
     norms = spectral_norm(X), float(X.norm()), float(X.norm(dim=1).max())
     return Bounded(X, *norms, Magnitudes(), Magnitudes(), Magnitudes(), diameter=float(torch.cdist(X, X).max()) * (1 + 1e-12))
 
@@ -239,7 +239,7 @@ def hadamard(X: Bounded, Y: Bounded) -> Bounded:
 
 
 def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
-    r"""Return LayerNorm or RMSNorm without gain and shift, but for its value at the centre.
+    r"""Return LayerNorm or RMSNorm without gain and shift; the caller sets its value at the centre.
 
     With s a lower bound of every row scale sqrt(var + eps) over the ball: the Jacobian is at most 1/s, and the second derivative
     2 / (sqrt(3 d) s^2) in the rows (it holds with eps, and for RMSNorm). A :class:`ZeroScaleError` says that eps = 0 meets rows

@@ -52,7 +52,7 @@ class SiteRoots:
     reach: Tensor | None = None
 
     def rounding_of(self, rows: slice, columns: slice) -> float:
-        """Return what the eigenvectors' rounding may leave of a block: n eps ||K|| ||J_i|| ||J_j||, and ``rounding``."""
+        """Return a bound on the eigenvectors' rounding in a block: n eps ||K|| ||J_i|| ||J_j||, and ``rounding``."""
         if self.reach is None:
             return self.rounding
         return self.rounding + float(self.reach[rows].norm() * self.reach[columns].norm())
@@ -206,7 +206,7 @@ def _from_matrix(name: str, K: Tensor, J: Tensor) -> SiteRoots:
 
 
 def _moving(J: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mask of the columns that are not zero, the parameter entries that something moves with, and these columns."""
+    """Return the mask of the columns that are not zero, the parameter entries with an effect, and these columns."""
     at = J.reshape(-1, J.shape[-1]).any(0)
     return at, J[..., at]
 

@@ -81,7 +81,7 @@ class JetBlock(BlockParts):
 
     @property
     def stacked(self) -> Array:
-        """The attention weights that running the equation has taken, stacked over the heads."""
+        """The attention weights of the last run of the equation, stacked over the heads."""
         return np.concatenate(self._heads, 0)
 
     def eps(self, part: nn.Module, rows: Array, mean_squares: Array) -> Array:
@@ -93,7 +93,7 @@ class JetBlock(BlockParts):
         return np.array([self._eps[key] for key in keys], dtype=object)
 
     def eps_of(self, norm: nn.Module | None) -> Array:
-        """Return the eps of all rows that a norm has had, in their order."""
+        """Return the eps of all rows that a norm was given, in their order."""
         return np.array([eps for (part, _), eps in self._eps.items() if part is norm], dtype=object)
 
     def eps_at(self, norm: nn.Module, X: Array) -> Array:
@@ -160,7 +160,7 @@ def block_comparisons(block: TransformerBlock, draw: Draw) -> Iterator[Compariso
 
 
 class _Written:
-    """Writes out what the names in expressions stand for, once for all expressions that share them."""
+    """Replaces the names in expressions by their values, once for all expressions that share them."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Matrix, Matrix]] = {}

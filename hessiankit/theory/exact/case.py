@@ -23,7 +23,7 @@ EXACT = np.zeros(0, dtype=object)
 
 
 class Draw:
-    """A seeded source of residues modulo p, each but 0 as likely as any other, each a variable of its own.
+    """A seeded source of residues modulo p, all nonzero residues equally likely, each a separate variable.
 
     ``smooth`` is a smooth function, whose values and first two derivatives are drawn. Of ``exp``, the exponential, u = exp(t) is
     drawn once for each t, with u' = u'' = u; of ``log``, the logarithm, the value alone.
@@ -76,7 +76,7 @@ class Comparison:
     expected: Array
 
     def mismatch(self) -> tuple[str | None, int]:
-        """Compare every entry with ``==``; return how they differ, if they do, and a bound on the degree of the differences."""
+        """Compare every entry with ``==``; return a description of the difference, if any, and a bound on its degree."""
         array = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
         reason = self._not_comparable(array)
         if reason is not None:
@@ -90,7 +90,7 @@ class Comparison:
         return f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", degree
 
     def _not_comparable(self, array: Any) -> str | None:
-        """Say why an array cannot be compared with the expected one, or return None."""
+        """Return why an array cannot be compared with the expected one, or None."""
         if isinstance(array, torch.Tensor):
             return f"{self.label} is floating point ({array.dtype}), expected exact numbers"
         if array.shape != self.expected.shape:

@@ -168,7 +168,7 @@ def mean_squared_error(p: Variables, draw: Draw) -> tuple[Operation, Array]:
 
 
 def log_loss(logits: Array, labels: Sequence[int], draw: Draw) -> Array:
-    """Return the mean over rows of -log softmax(logits)[label] as an array of one entry, up to what a logarithm's value is."""
+    """Return the mean over rows of -log softmax(logits)[label] as an array of one entry; logarithms are symbols."""
     sums = np.frompyfunc(draw.exp, 1, 1)(logits).sum(1)
     losses = [draw.log(total) - row[label] for total, row, label in zip(sums, logits, labels, strict=True)]
     return np.array([sum(losses) * Fraction(1, len(losses))], dtype=object)

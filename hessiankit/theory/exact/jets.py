@@ -117,7 +117,7 @@ class FormalFunction:
         return taylor
 
     def __call__(self, x: Jet | Number) -> Any:
-        """Return the function of x, a jet or a number as x is."""
+        """Return the function of x: a jet for a jet, a number for a number."""
         return x.chain(*self.taylor(x.value)) if isinstance(x, Jet) else self.taylor(x)[0]
 
 
@@ -159,5 +159,5 @@ def _as_jet(y: Jet | Number) -> Jet:
 
 
 def values(x: Array) -> Array:
-    """Return the values of an array of jets, an array of numbers as it is."""
+    """Return the values of an array of jets, an array of numbers unchanged."""
     return np.frompyfunc(lambda y: _as_jet(y).value, 1, 1)(x)

@@ -46,7 +46,7 @@ class Arithmetic:
 
 
 class Residue(Arithmetic):
-    """A number modulo p, with ``degree`` of its numerator and the denominator ``below``.
+    """A number modulo p, with ``degree`` of its numerator and of its denominator, ``below``.
 
     >>> x, y = Residue(3, 1), Residue(4, 1)
     >>> f = x / y + 1 / y  # (x + 1) / y
@@ -120,7 +120,7 @@ class Residue(Arithmetic):
         return self.value
 
     def __gt__(self, other: int) -> bool:
-        """Tell whether the residue lies in the lower half: a sign for kinks, where any choice of sides will do."""
+        """Tell whether the residue lies in the lower half: a sign for kinks, where either side may be chosen."""
         return 0 < (self - other).value <= VALUES
 
     def __le__(self, other: int) -> bool:

@@ -1,4 +1,4 @@
-r"""A derivative as a list of short assignments in SymPy, each in the names before it, and its result in their letters.
+r"""A derivative as a list of short assignments in SymPy, each in terms of earlier names, and the result in terms of these.
 
 Forward accumulation goes through the list: where a value z = f(a, b, ...) has derivatives D a, D b, ... with respect to a symbol,
 
@@ -31,7 +31,7 @@ Slopes = dict[int, sympy.Expr]
 
 @dataclass(frozen=True)
 class Assignments:
-    """A matrix of SymPy expressions in named intermediates: ``replacements, (matrix,) = assignments``, as ``sympy.cse`` has it.
+    """A matrix of SymPy expressions in named intermediates: ``replacements, (matrix,) = assignments``, as in ``sympy.cse``.
 
     Args:
         replacements: Pairs (name, expression in earlier names), in the order of the computation.
@@ -127,7 +127,7 @@ class Recorder:
     """A list of assignments that grows, in which equal expressions have one name."""
 
     def __init__(self, replacements: Replacements = (), reserved: Iterable[sympy.Symbol] = ()) -> None:
-        """Begin with a list; ``reserved`` symbols, such as those of inputs, are names of nothing else."""
+        """Begin with a list; ``reserved`` symbols, such as those of inputs, are not used as names."""
         self._rows = list(replacements)
         self._names = {meaning: name for name, meaning in replacements}
         self._short_forms: dict[sympy.Basic, sympy.Expr] = {}  # shared parts of a large expression once
@@ -146,7 +146,7 @@ class Recorder:
         return result
 
     def merge(self, listed: Assignments) -> sympy.ImmutableDenseMatrix:
-        """Take the assignments of another list over; return its matrix in the names of this one."""
+        """Merge the assignments of another list; return its matrix in the names of this one."""
         names: dict[sympy.Basic, sympy.Expr] = {}
         for name, meaning in listed.replacements:
             names[name] = self._name(meaning.xreplace(names))
@@ -182,7 +182,7 @@ class Recorder:
         return Assignments(tuple((name, meaning.doit()) for name, meaning in rows), matrix, inputs, parameters)
 
     def _slopes(self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], labels: Sequence[str | None]) -> Slopes:
-        """Return the sums over a of f_a D a, with labels for those that get a name."""
+        """Return the sums over a of f_a D a, labelled where they get a name."""
         terms = defaultdict(list)
         for symbol in sorted(meaning.free_symbols & slopes.keys(), key=str):
             partial = self._name(meaning.diff(symbol))
@@ -201,7 +201,7 @@ class Recorder:
         return self._assign(short, label)
 
     def _short(self, expression: sympy.Expr) -> sympy.Expr:
-        """Return an expression with names in place of what has one; powers, functions and what these are of get one."""
+        """Return an expression with named parts replaced by their names; powers, functions and their arguments get one."""
         if expression.is_Atom or expression in self._names:
             return self._names.get(expression, expression)
         if expression not in self._short_forms:

@@ -1,4 +1,4 @@
-r"""A block at a point: its parameters and its letters, and the stages that its branches and its norms are made of.
+r"""A block at a point: its parameters and its letters, and its branches and norms as stages.
 
 The attention of Closing the Curvature Gap (one head, no biases, no norms inside) is one stage with a chapter of its own, so
 that its derivatives are G_k and Phi_kl. Any other attention is a chain of stages,
@@ -257,7 +257,7 @@ def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -
 
 
 def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array, Array]:
-    """Return cosines and sines, each L x d_K / 2, in the precision of the values that they turn, or exact."""
+    """Return cosines and sines, each L x d_K / 2, in the precision of the values that they rotate, or exact."""
     if not isinstance(like, Tensor):
         by = [sympy.Rational(theta) ** sympy.Rational(-2 * i, width) for i in range(width // 2)]
         exact = np.array([[position * angle for angle in by] for position in range(length)], dtype=object)
@@ -267,7 +267,7 @@ def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array, A
 
 
 def _normed(parts: BlockAt, letter: str, stage: Stage, scope: str) -> Stage:
-    """Return queries, keys, values or context after their norm, if they have one and this is its place."""
+    """Return queries, keys, values or context after their norm, if they have one at this place."""
     part = parts.block.attention
     norm = getattr(part, f"norm_{letter}")
     if norm is None or part.norm_scope != scope:

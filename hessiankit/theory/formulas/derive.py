@@ -34,7 +34,7 @@ from hessiankit.theory.formulas.typesetting import Story, story_of
 def subject_of(
     what: object, wrt: str | Sequence[str] | None, inputs: Any, target: Tensor | None, length: int, seed: int
 ) -> Subject:
-    """Return what is to be derived: of a module, of a chapter by name, or of a paper's statement by number."""
+    """Return the subject of a derivation: a module, a chapter by name, or a paper's statement by number."""
     if isinstance(what, nn.Module):
         if any(isinstance(part, TransformerBlock) for part in what.modules()):
             return of_block(what, inputs, length, seed)

@@ -1,4 +1,4 @@
-"""LaTeX that a derivation prints, read by pylatexenc: as text, as lines that fit a page, and as the set of its symbols."""
+"""The LaTeX of derivations, read by pylatexenc: as text, as lines that fit a page, and as the set of its symbols."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _script(mark: str, content: tuple[Atom, ...]) -> str:
 
 
 def _whole(atoms: tuple[Atom, ...]) -> str:
-    """A denominator: in brackets unless it is one sign, a derivative in one sign, or a root."""
+    """A denominator: in brackets unless it is one sign, a derivative with respect to one sign, or a root."""
     text, bases = _text(atoms), [atom for atom in atoms if atom.name not in (r"\partial", " ", *_SPACES)]
     return text if len(bases) == 1 and all(len(script) == 1 for _, script in bases[0].scripts) else f"({text})"
 

@@ -1,4 +1,4 @@
-"""Formulas in vec_r as SymPy matrix expressions with symbolic sizes: what the papers print, as an object."""
+"""Formulas in vec_r as SymPy matrix expressions with symbolic sizes: the formulas that the papers print."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Make = Callable[[str], Stage]
 
 
 class StageValue:
-    """A value of an equation: a stage that gets its symbol when it is first needed, or when it is assigned to a name."""
+    """A value of an equation: a stage, named when it is assigned to a name, or at its first use."""
 
     def __init__(self, make: Make, symbol: Callable[[], str], sums: list[str]) -> None:
         self._make, self._symbol, self._sums = make, symbol, sums
@@ -68,7 +68,7 @@ class Parameter:
 
 
 def _scaled(name: str, X: Stage, factor: Parameter | float) -> Stage:
-    """Return a stage times a number or a parameter, as broadcasting has it."""
+    """Return a stage times a number or a parameter, by broadcasting."""
     if not isinstance(factor, Parameter):
         printed = sympy.latex(factor.letter) if isinstance(factor, Factor) else f"{float(factor):.6g}"
         return Stage(name, FactorAt(X.value, factor), {"X": X}, rule=rf"{printed}\,{X.symbol}", index=index_of)
@@ -81,7 +81,7 @@ def _scaled(name: str, X: Stage, factor: Parameter | float) -> Stage:
 
 
 def run(equation: Equation, parts: Any, X: StageValue) -> Stage:
-    """Return the last stage of an equation; values take the names that its source gives them, the last one is Z."""
+    """Return the last stage of an equation; values have the names in its source, the last one is Z."""
     for name, value in steps(equation, parts, X):
         if isinstance(value, StageValue):
             value.called(name or "Z")

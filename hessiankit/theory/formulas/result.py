@@ -66,7 +66,7 @@ class Derivation(Printed):
         return self.matrix.norm_bound()
 
     def inequalities(self) -> list[Inequality]:
-        """Return the tree of inequalities behind ``norm_bound()``: the result's first, then each object's that it refers to."""
+        """Return the tree of inequalities behind ``norm_bound()``: the result's, then those of its objects."""
         return inequalities(self.matrix, self.story.lines[0].symbol)
 
     def explain_bound(self) -> str:
@@ -104,7 +104,7 @@ class Derivation(Printed):
         return self._make_assignments()
 
     def expanded(self, row: int, column: int = 0) -> Expr:
-        """Return one entry in the symbols of the inputs alone: long, beyond a layer."""
+        """Return one entry in the symbols of the inputs alone: long for more than one layer."""
         return self._listed.expanded(row, column)
 
     def function(self, lang: str = "numpy", name: str = "derivative") -> Any:
@@ -161,11 +161,11 @@ class Derivation(Printed):
         return latex_file(self.story, self.title) if document else align([*self.story.values, *self.story.rows])
 
     def explain(self) -> str:
-        """Return the derivation as text: the block's values, each line with the rule that made it, and the symbols."""
+        """Return the derivation as text: the block's values, each line with its rule, and the symbols."""
         return explained(self.story)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that is printed, in LaTeX, with the shape and the norm bound, ready for JSON."""
+        """Return the printed content in LaTeX, with the shape and the norm bound, ready for JSON."""
         story = self.story
         return {
             "wrt": list(self.wrt),

@@ -49,7 +49,7 @@ class Subject:
     frozen: int | None = None  # row of the argument that has no gradient: the padding of an embedding
 
     def names(self, wrt: object) -> tuple[str, ...]:
-        """Return the arguments that were asked for."""
+        """Return the requested arguments."""
         if not isinstance(wrt, (str, list, tuple)):
             raise InputError(f"derive: wrt is a {type(wrt).__name__}; expected a name, or a list of one or two names")
         names = (wrt,) if isinstance(wrt, str) else tuple(wrt)

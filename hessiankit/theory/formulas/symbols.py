@@ -91,7 +91,7 @@ class SizeName:
 
 
 def printed(expression: sympy.Expr) -> str:
-    r"""Return a product of sizes in LaTeX, without spaces and braces that it does not need.
+    r"""Return a product of sizes in LaTeX, without needless spaces and braces.
 
     >>> L, alpha = sympy.symbols(r"L \alpha")
     >>> printed(2 * L), printed(alpha * L**2)
@@ -133,7 +133,7 @@ def symbol_of(dotted: str) -> str:
 
 
 def index_of(symbol: str) -> str:
-    """Return how a parameter is written as an index: Q for W_Q."""
+    """Return the index that stands for a parameter: Q for W_Q."""
     return symbol.removeprefix("W_")
 
 
@@ -180,7 +180,7 @@ class Factor(float):
 
 
 def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | None:
-    r"""Return how a block's factor is written, or None if its equation has none.
+    r"""Return the spelling of a block's factor, or None if its equation has none.
 
     Returns:
         The SymPy expression, such as alpha or 1/sqrt(ell), and LaTeX of its letter and of the letter's value.
@@ -206,7 +206,7 @@ def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | No
 
 @dataclass(frozen=True, eq=False)
 class FactorAt(OperationAt):
-    """N = c X + s for constants c and s at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
+    """N = c X + s for constants c and s at a point; a ``Factor`` prints as its letter, and equals that letter where X is exact.
 
     >>> import torch
     >>> FactorAt(torch.ones(1, 2), Factor(0.5, sympy.Symbol("c"))).jacobian("X")

@@ -1,4 +1,4 @@
-r"""A module of the user's as stages: its trace, each application of a primitive as the chapter that has its closed form.
+r"""The user's module as stages: its trace, each application of a primitive by the chapter with its closed form.
 
 Values are matrices of rows, whatever their axes: vec_r does not see a reshape. Transpositions, slices and other choices of
 entries are kept as the positions that they take, and become one selection P_k where a chapter reads them.
@@ -80,7 +80,7 @@ class Entries:
 
 
 def of_trace(module: nn.Module, inputs: Any) -> Subject:
-    """Return a module of the user's as a subject, at its parameters and on the first tensor of floating point of its inputs."""
+    """Return the user's module as a subject, at its parameters and on the first tensor of floating point of its inputs."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     if not tensors:
@@ -264,7 +264,7 @@ class _Stages:
         return self.stage(LinearMapAt(X.value, matrix, rows_of(shape)), {"X": X}, rule, shape)
 
     def concatenation(self, parts: Sequence[Entries], dim: int, shape: Shape) -> Entries:
-        """Return arrays joined along an axis: the sum of what each puts at its places."""
+        """Return arrays joined along an axis: the sum of the arrays, each at its places."""
         n, stages = prod(shape), [self.matrix(part) for part in parts]
         places = torch.arange(n, device="cpu").reshape(shape).split([part.shape[dim] for part in parts], dim)
         maps = []
@@ -346,7 +346,7 @@ class _Stages:
         return self.matrices[key]
 
     def value(self, at: int) -> Entries:
-        """Return a value of the trace; one that does not move is a constant."""
+        """Return a value of the trace; one that does not depend on the parameters is a constant."""
         if at not in self.values:
             value = self.trace.values[at]
             array: Array = value.double().reshape(rows_of(value.shape))

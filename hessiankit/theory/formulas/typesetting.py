@@ -108,7 +108,7 @@ def legend(text: str, sizes: set[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Line:
-    """``symbol = formula`` in LaTeX, and the rule that made it, in words with LaTeX between dollars."""
+    """``symbol = formula`` in LaTeX, and its rule, in words with LaTeX between dollars."""
 
     symbol: str
     formula: str

@@ -53,7 +53,7 @@ def _convolution(
 
 
 def _tiles(x: Tensor, kernel: Sequence[int]) -> Tensor | None:
-    """Windows that do not overlap, without choosing entries one by one; None where they leave a rest."""
+    """Windows that do not overlap, without choosing entries one by one; None where they do not divide the image."""
     if any(n % length for n, length in zip(x.shape[2:], kernel, strict=True)):
         return None
     axes = len(kernel)

@@ -64,7 +64,7 @@ for _fill, _name in ((0, "zeros"), (1, "ones")):
 
 @decomposes(aten.fill_diagonal_.default)
 def _fill_diagonal(x: Tensor, number: Any, wrap: bool = False) -> Tensor:
-    """Fill the diagonal in place. In a tall matrix the diagonal goes on after an empty row with ``wrap``, and ends without."""
+    """Fill the diagonal in place. In a tall matrix the diagonal continues after an empty row if ``wrap``."""
     step = sum(math.prod(x.shape[k + 1 :]) for k in range(x.ndim))
     at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     hit = at % step == 0

@@ -74,7 +74,7 @@ def _cross_entropy(
 def _linear_cross_entropy_summed(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, classes: Tensor | None, reduction: str, ignored: int, *_: Any
 ) -> tuple[Tensor, ...]:
-    """The logits and their loss; the gradients that the operation also returns, for its own backward, are read by no one."""
+    """The logits and their loss; the gradients that the operation also returns, for its own backward, are not read."""
     loss = F.cross_entropy(F.linear(x, weight, bias), target, classes, ignore_index=ignored, reduction=reduction)
     return loss, *(x.new_empty(0) for _ in range(3))
 

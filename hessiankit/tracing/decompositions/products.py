@@ -48,7 +48,7 @@ def _linear_to_a_number(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 @decomposes(aten.einsum.default)
 def _einsum(equation: str, operands: Sequence[Tensor], path: Any = None) -> Any:
-    """Rows times a weight as a product, which keeps the weight's site; anything else as torch does it."""
+    """Rows times a weight as a product, which keeps the weight's site; other products by torch's own decomposition."""
     compact = equation.replace(" ", "")
     terms, _, out = compact.partition("->")
     left, _, right = terms.partition(",")

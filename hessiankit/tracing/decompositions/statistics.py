@@ -19,7 +19,7 @@ LONGEST_PRODUCT = 64
 
 
 def _as_it_is(x: Tensor, dtype: Any) -> bool:
-    """Tell whether a sum or mean in a type is more than a cast and the sum: integers keep the type that they are given."""
+    """Tell whether a sum or mean in a type is not a cast followed by the sum: integers keep their given type."""
     return dtype in (None, x.dtype) or not (x.is_floating_point() and dtype.is_floating_point)
 
 

@@ -75,7 +75,7 @@ def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: in
 
 
 def _among(operation: Any, *indices: int) -> Rule:
-    """The rule of an operation that assembles entries of some arguments: applied to positions, it says which and where."""
+    """The rule of an operation that assembles entries of some arguments: applied to positions, it gives each entry's source."""
 
     def match(*args: Any, **options: Any) -> Match:
         tensors = [args[k] for k in indices]

@@ -41,7 +41,7 @@ def _times_logarithm(kind: str) -> Rule:
 
 
 def _step(x: Any, *rest: Any, result: Tensor, **options: Any) -> Match:
-    """A function whose derivative is zero off its jumps: its result stands still."""
+    """A function whose derivative is zero off its jumps: its result is a constant."""
     return Reshape(tuple(result.shape)), (result,)
 
 

@@ -33,7 +33,7 @@ def axes_of(x: Tensor, dims: Sequence[int] | int | None) -> tuple[int, ...]:
 
 
 def positions(x: Tensor) -> Tensor:
-    """Return the position of each entry of a tensor, in its shape: what rearranges entries is applied to these."""
+    """Return the position of each entry of a tensor, in its shape: operations that rearrange entries are applied to these."""
     return torch.arange(x.numel(), device=x.device).reshape(x.shape)
 
 

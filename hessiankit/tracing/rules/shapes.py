@@ -88,7 +88,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Match:
 
 
 def _taken(operation: Any) -> Rule:
-    """The rule of an operation that chooses entries of its first argument: applied to their positions, it gives them away."""
+    """The rule of an operation that chooses entries of its first argument: applied to positions, it returns the chosen ones."""
 
     def taken(x: Tensor, *rest: Any, **options: Any) -> Match:
         return Take(operation(positions(x), *rest, **options)), (x,)

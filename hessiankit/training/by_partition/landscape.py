@@ -19,7 +19,7 @@ WORDS = {"neuron": neurons, "head": heads, "module": modules, "layer": layers, "
 
 
 def partition_of(who: str, by: Any) -> Any:
-    """Return the partition of a word or of block types; anything else as it is."""
+    """Return the partition of a word or of block types; other arguments unchanged."""
     if isinstance(by, str) and by not in BY:
         check_name(who, "by", by, (*BY, *WORDS))
         return WORDS[by]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def translated(home: str, call: Callable[..., Any], option: str, translate: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a call under its own signature that passes on what ``translate`` makes of one keyword argument, or of None.
+    """Return a call with the same signature that applies ``translate`` to one keyword argument, also to None.
 
     ``home`` is the module that has it under the name of the call, where ``pickle`` looks for it.
 
@@ -36,7 +36,7 @@ def translated(home: str, call: Callable[..., Any], option: str, translate: Call
 
 
 def types(module: nn.Module | None, names: Collection[str]) -> dict[str, list[str]]:
-    """Return block type -> the parameters, and slices of fused ones, that have it."""
+    """Return block type -> the parameters, and slices of fused ones, of that type."""
     from hessiankit.training.partition import model_parts
 
     return members(model_parts(_given(module, "type")), names, lambda part: part.type)

@@ -79,7 +79,7 @@ def hooks(
 
 @dataclass
 class ModuleCall:
-    """One call of a module: the hidden states that it took and returned, None without one."""
+    """One call of a module: the hidden states that it took and returned, None where a call has none."""
 
     module: nn.Module
     x: Tensor | None
@@ -332,7 +332,7 @@ def _residual_sum(x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
 
 
 def _of_placement(block: TransformerBlock, x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
-    """Return the Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
+    """Return Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
     outputs = {
         name: iter([call.y for call in calls if call.module is child and call.y is not None])
         for name, child in block.named_children()

@@ -114,7 +114,7 @@ Numbers: TypeAlias = "tuple[RitzValue, Measured]"
 
 @dataclass(frozen=True)
 class LayerCurvature(WithDict):
-    """The diagonal blocks H_ll of the Hessian of the mean loss over all data, l a layer; or those of its Gauss-Newton part.
+    """The diagonal blocks H_ll, l a layer, of the Hessian of the mean loss over all data, or of its Gauss-Newton part.
 
     H_ll is the curvature with respect to the parameters of block l alone, without the coupling of layers: lambda_max of the whole
     Hessian is at least the largest of these. It is not invariant: with LayerNorm Scaling written as a gain gamma / sqrt(l), the

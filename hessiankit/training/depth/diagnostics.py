@@ -82,7 +82,7 @@ class DepthReport(Printed, WithDict):
     seconds: float
 
     def _by_layer(self) -> Iterator[tuple[str, str, str, Sequence[Any], Callable[[Any], str]]]:
-        """Yield each quantity: its column, its panel, its line there, an entry a layer, and how a cell is written.
+        """Yield each quantity: its column, panel, line in the panel, entries by layer, and format of a cell.
 
         The name of a column or panel is empty where there is none.
         """
@@ -306,7 +306,7 @@ def _quantities(request: str | Iterable[str]) -> tuple[str, ...]:
 def _stream(
     data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...], tokens: str, tell: Callable[[str], Callable[[int, int], None]]
 ) -> tuple[StreamStatistics | None, AngularDistances | None]:
-    """Return statistics and angles of the hidden states, from one forward pass a batch; NaN is refused in any case."""
+    """Return statistics and angles of the hidden states, from one forward pass a batch; NaN is refused."""
     sums, angles = StreamSums(), AngleSums(len(blocks))
     report = tell("variance")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Products with matrices by torch.autograd alone, and the numbers that products give, each with its error."""
+"""Products with matrices by torch.autograd, and estimates from products, each with its error."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _vjp(
 def by_route(
     route: str, size: int, limit: int, closed_forms: tuple[str, Callable[[], T]], autograd: Callable[[], T]
 ) -> tuple[T, str, str]:
-    """Return the result by closed forms or autograd, the name of that route, and the reason if nobody asked for it.
+    """Return the result by closed forms or autograd, the name of that route, and the reason if the caller did not choose it.
 
     ``route`` is the name of the ``closed_forms``, ``"autograd"`` or ``"auto"``: closed forms up to ``limit`` parameters, unless
     they raise one of the library's errors.
@@ -187,7 +187,7 @@ class Estimator:
         return None if size <= self.exact_below else self.draws
 
     def largest_eigenvalue(self, product: Product, like: Tensor, shift: int = 0) -> RitzValue:
-        """Return the largest eigenvalue of H from the products v -> H v, v like ``like`` (P,); seed + shift choose the first."""
+        """Return the largest eigenvalue of H from the products v -> H v, v like ``like`` (P,), first v by seed + shift."""
         generator = torch.Generator().manual_seed(self.seed + shift)
         start = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
         return replace(lanczos(product, start, tol=self.tol, most=self.products), vector=None)

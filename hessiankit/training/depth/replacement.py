@@ -1,4 +1,4 @@
-"""``replace_norms``: another norm placement in the blocks of a library's decoder, whose weights stay."""
+"""``replace_norms``: another norm placement in the blocks of a library's decoder, with its weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Replaced(nn.Module):
     factor: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the equation; what the block is called with besides the stream goes to the attention."""
+        """Run the equation; other arguments of the block go to the attention."""
         given = inspect.signature(super().forward).bind(*args, **kwargs).arguments
         (_, x), *options = given.items()
         others = {name: value for name, value in options if name not in ("args", "kwargs")} | given.get("kwargs", {})
@@ -144,7 +144,7 @@ def _parts(name: str, block: nn.Module) -> dict[str, str]:
 
 
 def _check(name: str, attention: nn.Module, placement: Placement) -> None:
-    """Refuse what the blocks of a library have no place for."""
+    """Refuse placements for which a library's blocks lack a part."""
     projections = {letter: getattr(attention, f"{letter}_proj", None) for letter in placement.attention_norms}
     missing = [letter for letter, module in projections.items() if not isinstance(module, nn.Linear)]
     width = getattr(attention, "head_dim", None)

@@ -159,7 +159,7 @@ class AngleSums:
         self.tokens = [0, 0]
 
     def add(self, stream: list[Tensor], keep: Tensor, last: Tensor) -> None:
-        """Add the tokens of one batch that ``keep`` (...) counts, and those of them that are the ``last`` of a sequence."""
+        """Add the tokens of one batch that ``keep`` (...) counts, and among them the ``last`` ones of sequences."""
         states = [_tokens(x, keep) for x in stream]
         for k, mask in enumerate((keep, last)):
             self.tokens[k] += int(mask.sum())
@@ -222,7 +222,7 @@ def pruning_drop(
 
 @contextmanager
 def removed(block: nn.Module) -> Iterator[None]:
-    """Replace a block by the identity on its hidden state; further outputs stay."""
+    """Replace a block by the identity on its hidden state; other outputs are kept."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         x = hidden_state(args, kwargs)[1]

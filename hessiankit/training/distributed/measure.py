@@ -46,7 +46,7 @@ def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, optio
 
 
 def replicated(ranks: Ranks, model: nn.Module, batches: list[MicroBatch], options: SharpnessOptions) -> Replicates:
-    """Return the replicates of all ranks' micro-batches, rank by rank, to every rank.
+    """Return the replicates of all ranks' micro-batches, rank by rank, on every rank.
 
     Communication: for each micro-batch and draw one number a part, for each embedding one number a draw and row, and with
     histograms one number an entry of the model.

@@ -28,7 +28,7 @@ class RecordedStep(NamedTuple):
 
 
 class RecordedRun:
-    """Record of a run of SGD, Adam or AdamW, which :func:`hessiankit.influence` replays backwards; training is as without it.
+    """Record of a run of SGD, Adam or AdamW, which :func:`hessiankit.influence` replays backwards; training is unchanged.
 
     The loop draws its batches from :meth:`batches`, which knows the numbers of the samples; or it names them by :meth:`use`
     before each step. What happens to gradients between ``backward`` and ``step``, such as clipping, is not recorded.

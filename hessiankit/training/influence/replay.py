@@ -1,4 +1,4 @@
-"""A recorded run differentiated backwards: how test losses at its end move with the weight of every sample in every step.
+"""A recorded run differentiated backwards: test losses at its end with respect to the weight of every sample in every step.
 
 With L_t(theta, w) the loss of step t, in which sample i has the weight w_i = 1, and the step (theta', s') = U(theta, g, s) at
 g = grad L_t(theta, w), the adjoints of theta' and s' give v, the adjoint of g, and
@@ -38,7 +38,7 @@ WHO = "influence"
 
 
 class Replay:
-    """The steps of a run, made again from its checkpoints.
+    """The steps of a run, repeated from its checkpoints.
 
     Args:
         run: The record.

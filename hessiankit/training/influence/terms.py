@@ -1,4 +1,4 @@
-"""Inner products of vectors with the gradients of single samples, and the output that tells samples apart."""
+"""Inner products of vectors with the gradients of single samples, and the output with an axis of samples."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def sgd(x: Values, settings: Settings) -> Values:
 
 
 def adam(x: Values, settings: Settings) -> Values:
-    """Adam with its two bias corrections; weight decay is that of the loss, or ``decoupled`` as in AdamW."""
+    """Adam with its two bias corrections; weight decay enters the gradient, or is ``decoupled`` as in AdamW."""
     theta, g, t = x[THETA], x[GRADIENT], x[COUNT] + 1
     decay, beta1, beta2 = settings["weight_decay"], settings["beta1"], settings["beta2"]
     if settings["decoupled_weight_decay"]:
@@ -124,7 +124,7 @@ class Update(NamedTuple):
         return result
 
     def _pieces(self) -> Iterator[tuple[int, slice]]:
-        """Yield the numbers of parameters that move, with some of their entries each."""
+        """Yield positions of moving parameters, with some of the entries of each."""
         start = 0
         for k, size in enumerate(self.sizes):
             for first in range(start, start + size, ENTRIES) if self.moves[k] else ():

@@ -1,4 +1,4 @@
-"""Work that a file keeps, so that it goes on where it was interrupted."""
+"""Intermediate results in a file, from which an interrupted computation resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAUSE = 5.0
 
 
 class Work:
-    """What is done so far, by name, and the file that keeps it.
+    """Results so far, by name, and their file.
 
     Args:
         path: The file; None: nothing is kept.
@@ -35,7 +35,7 @@ class Work:
             self.state = kept
 
     def keep(self, **entries: Any) -> None:
-        """Change what is done, and write it unless that was just done."""
+        """Update the results, and write the file unless it was written a moment ago."""
         self.state.update(entries)
         if time.perf_counter() - self._time > PAUSE:
             self.write()

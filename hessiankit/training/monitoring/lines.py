@@ -126,7 +126,7 @@ def read_lines(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Return one line of JSON as every reader takes it: numbers that are not finite become strings, which ``float`` reads.
+    """Return one line of standard JSON: numbers that are not finite become strings, which ``float`` reads.
 
     >>> to_line({"step": 1, "loss": float("nan"), "gap": [float("inf")], "by": {3: 0.5}})
     '{"step":1,"loss":"nan","gap":["inf"],"by":{"3":0.5}}\\n'
@@ -135,7 +135,7 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def _check(path: Path, old_header: Mapping[str, Any], new_header: Mapping[str, Any]) -> None:
-    """Compare headers: the environment may change when a run goes on elsewhere, nothing else may."""
+    """Compare headers: only the environment may change, when a run is resumed elsewhere."""
     differences = []
     for name in (name for name in new_header if name != "environment"):
         old, new = (dict(tree_flatten_with_path(header.get(name))[0]) for header in (old_header, new_header))

@@ -1,4 +1,4 @@
-"""The file of a monitor, read back: numbers by step, a table, and a picture with one panel for each quantity."""
+"""The file of a monitor, read back: numbers by step, a table, and a picture with a panel for each quantity."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _at(record: Any, keys: tuple[str | int, ...]) -> Any:
 
 
 def _shown(x: Any) -> str:
-    """Return a table's cell: a number with four digits, a word as it is.
+    """Return a table's cell: a number with four digits, a word unchanged.
 
     >>> [_shown(x) for x in (None, 2.34567, "inf", "linear")]
     ['', '2.346', 'inf', 'linear']
@@ -213,7 +213,7 @@ def _name(axes: Axes, title: str, x: str) -> None:
 
 
 def over_steps(axes: Axes, log: MonitorLog, title: str) -> None:
-    """Steps along the lower edge: in log scale from 1 on where measurements crowd at the beginning."""
+    """Steps along the lower edge: in log scale from step 1 on if most measurements are early."""
     _name(axes, title, "step")
     steps = log.steps
     if np.median(steps) < 0.25 * steps.max():
@@ -224,7 +224,7 @@ def over_steps(axes: Axes, log: MonitorLog, title: str) -> None:
 
 
 def name_ends(axes: Axes, ends: dict[str, tuple[float, str]]) -> None:
-    """Write names at the right ends of lines, moved apart where they would lie on each other."""
+    """Write names at the right ends of lines, moved apart where they would overlap."""
     axes.autoscale_view()
     transform = axes.transData + axes.transAxes.inverted()
     right = axes.get_xlim()[1]

@@ -129,7 +129,7 @@ def preconditioned(
 
 
 class TopEigenvalue:
-    """The largest eigenvalue, its residual, and the route of the products with the reason for it."""
+    """The largest eigenvalue, its residual, and the route of the products with its reason."""
 
     def __init__(self, run: MonitoredRun, route: str, tol: float, products: int, warm_start: bool) -> None:
         self.run, self.route, self.tol, self.products, self.warm_start = run, route, tol, products, warm_start

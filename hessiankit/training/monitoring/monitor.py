@@ -97,7 +97,7 @@ class Monitor:
         log: Callable[..., Any] | None = None,
         on_error: str = "raise",
     ) -> None:
-        """Check the arguments, and write the header of the file or compare with the one that is there.
+        """Check the arguments, and write the header of the file or compare it with the existing one.
 
         Args:
             model: Model that is trained; in the wrappers of torch.compile and DistributedDataParallel too.
@@ -201,7 +201,7 @@ class Monitor:
         return self._measure(step, extra)
 
     def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
-        """Measure all sections, write the line and log the numbers; say what took the time if it was long."""
+        """Measure all sections, write the line and log the numbers; report where the time went if it was long."""
         check_whole(WHO, self._model)
         record, failures, seconds = self._values(step)
         if sum(seconds.values()) > LONG:

@@ -196,7 +196,7 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
         return optimizer
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's rows, with one for each type of a fused group under its own."""
+        """Return the table's rows, with the types of a fused group below it."""
         rows = []
         for g in self:
             entries = sum(p.numel() for p in g["params"])

@@ -16,7 +16,7 @@ from hessiankit.training.partition import TYPES
 
 @dataclass(frozen=True)
 class Ratio:
-    """A learning rate over the base rate, with the interval of the measurement behind it.
+    """A learning rate over the base rate, with the interval of its measurement.
 
     Attributes:
         value: The ratio that is used.

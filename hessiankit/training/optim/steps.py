@@ -105,7 +105,7 @@ def _slice(p: Any, axis: int, piece: dict[str, Any]) -> Tensor:
 
 
 def _stepped(optimizer: Optimizer, like: Tensor) -> Tensor | float:
-    """Return 0 where a fused optimizer skipped the step itself because GradScaler found an infinity, else 1."""
+    """Return 0 where a fused optimizer skipped the step after GradScaler found an infinity, else 1."""
     skips = getattr(optimizer, "found_inf", None)
     return 1.0 if skips is None else (skips == 0).to(like)
 

@@ -28,7 +28,7 @@ class Adapted:
     kind: str
 
     def findings(self, base: list[Finding], p: Tensor) -> list[Finding]:
-        """Return the findings on a parameter of an adapter, by those on what it adapts.
+        """Return the findings on a parameter of an adapter, from those on its target.
 
         The rows of B are split as the weight's outputs are. What acts on outputs of several types, as A does, is of type Other,
         like a latent that keys and values share.
@@ -55,7 +55,7 @@ class Adapted:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the model with the layers that adapters adapt in the adapters' places; itself if it has none.
+    """Return the model with the layers that adapters adapt in the adapters' places; unchanged if it has none.
 
     Modules without adapters and all parameters are shared with the model; nothing of the model changes.
 
@@ -92,7 +92,7 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, Adapted]:
-    """Return what every parameter of an adapter adapts, by its name in ``named_parameters()``."""
+    """Return the target of every parameter of an adapter, by its name in ``named_parameters()``."""
     targets: dict[str, Adapted] = {}
     for path, module in model.named_modules():
         if (inner := _inside(module)) is None:
@@ -106,7 +106,7 @@ def adapted_parameters(model: nn.Module) -> dict[str, Adapted]:
 
 
 def _of_parameter(name: str, module: nn.Module, base: nn.Module) -> Adapted | None:
-    """Return what one parameter of a layer of peft adapts; None where the layer has no weight."""
+    """Return the target of one parameter of a layer of peft; None where the layer has no weight."""
     if isinstance(module._modules.get("modules_to_save"), nn.ModuleDict):
         leaf = name.split(".", 2 if name.startswith("modules_to_save.") else 1)[-1]
         return next((Adapted(x, "copy") for at, x in base.named_parameters() if at == leaf), None)

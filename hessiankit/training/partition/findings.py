@@ -36,7 +36,7 @@ ROLE_OF = {name: role for role, names in _CHILDREN.items() for name in names.spl
 
 
 def type_of(roles: Iterable[str]) -> str:
-    """Return the block type of what has several roles: Other where they are of several types."""
+    """Return the block type of a parameter with several roles: Other where their types differ."""
     types = {TYPE_OF_ROLE[role] for role in roles}
     return types.pop() if len(types) == 1 else "Other"
 

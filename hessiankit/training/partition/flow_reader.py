@@ -385,12 +385,12 @@ class Run:
     # -- sums --------------------------------------------------------------------------------------------------------------
 
     def _read(self, *values: FlowValue) -> None:
-        """Record what was added up before something that is no sum reads it."""
+        """Record the summands of a value before an operation other than a sum reads it."""
         for value in values:
             self.sums.read(value.summands)
 
     def _opaque(self, number: int, inputs: Sequence[FlowValue]) -> FlowValue:
-        """Return the provenance of the result of an operation that is a summand by itself."""
+        """Return the provenance of an operation's result as a single summand."""
         self._read(*inputs)
         value = joined(inputs)
         self.sums.sources[number] = value.sources
@@ -428,7 +428,7 @@ class Run:
         return number in self.multiplications and self._is_stacked(bias, number)
 
     def _assign(self) -> None:
-        """Say what parameters that were added are biases of: of the multiplications or gains in the same contribution to sums."""
+        """Assign added parameters as biases to the multiplications or gains in the same contribution to sums."""
         for members in self.sums.contributions():
             makers = self.sums.makers(members)
             for number, name, _ in members:

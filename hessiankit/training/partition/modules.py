@@ -50,7 +50,7 @@ def output_axis(module: nn.Module, leaf: str) -> int:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm: torch's by class, others by what they compute.
+    """Whether a module is a norm: torch's by class, others by their output.
 
     A module without children whose parameters are vectors of one length, and whose output does not change when its input is
     multiplied by 16, is a norm; its name does not matter.
@@ -97,7 +97,7 @@ def _rows_of(module: nn.Module) -> Tensor | None:
 
 
 def _forward(module: nn.Module, rows: Tensor) -> Tensor | None:
-    """Return a module's output for some rows, or None if it is not rows of the same shape."""
+    """Return a module's output for some rows, or None if it has another shape."""
     try:
         with torch.no_grad():  # forward, not the call: no hook of the user runs
             output = module.forward(rows)

@@ -41,7 +41,7 @@ class Layers:
         return bool(self.paths) and self.order[path] > self.order[self.paths[-1]] and self.index(path) is None
 
     def is_final(self, path: str) -> bool:
-        """Whether a norm outside the blocks follows a stack of them, by its place, or by its name if it is registered before.
+        """Whether a norm outside the blocks follows a stack of them, by its place, or by its name if registered before.
 
         >>> layers = Layers(("h.0",), {"ln_0": 0, "ln_f": 1, "h.0": 2, "norm": 3})
         >>> [layers.is_final(path) for path in ("ln_0", "ln_f", "norm")]
@@ -112,7 +112,7 @@ def structure(model: nn.Module, places: dict[str, list[Owner]]) -> tuple[Layers,
 
 
 def _of_ties(per_owner: list[list[Finding]]) -> list[Finding]:
-    """Return the findings of all owners of one parameter: all of them where they differ, for the policy to choose."""
+    """Return the findings of all owners of one parameter: where they differ, all of them: the policy chooses."""
     if len({f.type for findings in per_owner for f in findings if f.axis is None}) > 1:
         return [f for findings in per_owner for f in findings]
     return next((findings for findings in per_owner if any(f.certain for f in findings)), per_owner[0] if per_owner else [])

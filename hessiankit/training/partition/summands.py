@@ -1,4 +1,4 @@
-"""Sums of a run whatever the order of their additions: what a residual stream, or the input of a layer, consists of.
+"""Sums of a run whatever the order of their additions: the summands of a residual stream, or of a layer's input.
 
 Additions are associative, so that their order, and where a tensor is broadcast, says nothing about a model. What can be known of
 a sum is the set of its summands, and which other sums, of those that something reads, have the same ones.
@@ -17,12 +17,12 @@ Summand: TypeAlias = tuple[int, str, Ids]
 
 
 def summand(number: int, name: str = "") -> frozenset[Summand]:
-    """Return what the result of an operation is the sum of: itself, or a parameter that it added."""
+    """Return the summand that an operation's result is: itself, or a parameter that it added."""
     return frozenset({(number, name, frozenset())})
 
 
 class Sums:
-    """The sums that something else than an addition reads.
+    """The sums that an operation other than an addition reads.
 
     A stream x, to which W x + b is added, and U (x + W x + b) after that, as long as something reads each of them:
 
@@ -69,7 +69,7 @@ class Sums:
         return adding
 
     def makers(self, members: Iterable[Summand]) -> Ids:
-        """Return the operations whose results some summands consist of: themselves, or what they are concatenated from."""
+        """Return the operations whose results some summands consist of: themselves, or the parts of a concatenation."""
         results, queue = set[int](), list(members)
         while queue:
             number, name, _ = queue.pop()
@@ -79,7 +79,7 @@ class Sums:
         return frozenset(results)
 
     def _places(self) -> Callable[[Summand], Ids]:
-        """Return a function that numbers the sums that a summand is in, as it is or before it was sliced."""
+        """Return a function that numbers the sums that a summand is in, itself or before it was sliced."""
         sums_of: dict[tuple[int, str], dict[Ids, set[int]]] = defaultdict(lambda: defaultdict(set))
         for k, members in enumerate(self._read):
             for number, name, cuts in members:

@@ -97,7 +97,7 @@ def estimate(x: Tensor, weights: Tensor, *, entries: int, confidence: float, exa
 def ratio(
     top: Tensor, bottom: Tensor, weights: Tensor, *, entries: int, confidence: float, exact: bool = False
 ) -> SharpnessEstimate:
-    """Return the quotient of two means that the same draws gave, on the logarithmic scale by the delta method; as
+    """Return the quotient of two means from the same draws, on the logarithmic scale by the delta method; as
     :func:`estimate`.
 
     >>> import torch
@@ -168,7 +168,7 @@ def _spread(value: float, variance: float) -> float:
 
 
 def _reduced(freedom: float, q: float) -> float:
-    """Return the degrees of freedom that are left of those of a variance."""
+    """Return a variance's reduced degrees of freedom."""
     reciprocal = 1.0 / freedom + q
     return max(1.0 / reciprocal, min(freedom, 1.0)) if reciprocal else math.inf
 

@@ -53,7 +53,7 @@ def watch_lookups(model: nn.Module, parts: Sequence[Part]) -> Iterator[dict[str,
 
 
 def _alike(x: Tensor, y: Tensor, slack: float) -> bool:
-    """Tell whether two outputs differ by no more than ``slack`` of the largest entry, and hold NaN at the same places."""
+    """Tell whether two outputs differ by at most ``slack`` of the largest entry, and have NaN at the same places."""
     largest = float(x.abs().nan_to_num().max()) if x.numel() else 0.0
     return x.shape == y.shape and torch.allclose(x, y, 0.0, slack * largest, equal_nan=True)
 
@@ -138,7 +138,7 @@ def _held(model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, 
 
 
 class CountedGraph(saved_tensors_hooks):
-    """Counts the ``bytes`` that autograd keeps beside the model, each storage once; without ``keep`` none of them is kept."""
+    """Counts the ``bytes`` that autograd keeps beside the model, each storage once; without ``keep`` they are freed."""
 
     def __init__(self, model: nn.Module, *, keep: bool) -> None:
         super().__init__(self._count, self._restore)

@@ -64,7 +64,7 @@ class Replicates:
 
 
 def joined(runs: Sequence[Replicates]) -> Replicates:
-    """Join the replicates of several runs of one model, at one point and on different sequences, into those of one run."""
+    """Join replicates of one model at one point on different sequences into one."""
     if not runs:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
     first = runs[0]
