@@ -130,8 +130,8 @@ class Attention(nn.Module):
 
         Args:
             x: The tokens.
-            key_padding_mask: Booleans ``(..., L)``, True where a token is padding, which no other token then attends to, as in
-                ``nn.MultiheadAttention``. A padded token still attends to itself, so that its softmax has something to sum.
+            key_padding_mask: Booleans ``(..., L)``, True where a token is padding, ignored by all other tokens, as in
+                ``nn.MultiheadAttention``. A padded token also attends to itself, so that no softmax is empty.
         """
         q = self._heads(x, self.W_Q, self.b_Q, self.norm_q, self.n_heads)  # (..., n_heads, L, d_k)
         k = self._heads(x, self.W_K, self.b_K, self.norm_k, self.n_kv_heads)  # (..., n_kv_heads, L, d_k)

@@ -141,8 +141,8 @@ class MeanPoolHead(_ClassLogits):
 class ClassHead(_ClassLogits):
     """One token to class logits, Z_i W_C + b_C^T: the first token, or with a causal mask the last that is not padding.
 
-    A causal model's first token attends to itself only, so that its last one is read, as in Hugging Face's Llama; any other
-    model's first token is read, where BERT has its [CLS].
+    The last token is read in a causal model, whose first token attends to itself only, as in Hugging Face's Llama; the first
+    token in other models, as BERT's [CLS].
 
     Args:
         d_model: Width of a token.

@@ -143,14 +143,14 @@ def initialise(
 ) -> nn.Module:
     """Draw the weights of hessiankit's own modules anew, in place; biases become 0, gains 1.
 
-    A placement's learnable scales (omega, lambda) stay. Layers are those that the blocks were built with.
+    A placement's learnable scales (omega, lambda) are not drawn. The layers are those given to the blocks' constructors.
 
     Args:
         module: A block, a model or a container of these.
         scheme: A name in ``SCHEMES``, whose formulas are in ``hessiankit.blocks.initialisation``.
         seed: Fixes the weights, whatever dtype and device the module has.
         generator: Generator in place of a seed; by default torch's global one.
-        n_layers: Number of blocks L, where it is not what the blocks were built with.
+        n_layers: Number of blocks L, if it differs from the blocks' own.
         std: Standard deviation in place of 1 / sqrt(2.5 d), such as 0.02, in ``normal``, ``megatron`` and ``depth-scaled``.
         embedding_std: Standard deviation of the embedding and the learned positions, such as 0.02; by default the scheme's.
 
@@ -214,7 +214,7 @@ def profile_admin(model: nn.Module, inputs: Any) -> list[float]:
         omega_i = sqrt(1 + sum_{j<i} Var f_j) ,
 
     the 1 being the variance of a normalised embedding, and Var f_j the variance of all entries of what branch j returns in a
-    pass with every omega at 1. omega is a vector with equal entries then, and each entry is learnable.
+    pass with every omega at 1. omega then has equal entries, each learnable.
 
     Args:
         model: A model or a block with ``placement="admin"``.

@@ -19,7 +19,7 @@ class GroupNorm(nn.Module):
     """Each token's features normalised in groups of ``width / groups``, then one gain (and bias) over the whole row.
 
     Group-LN of The Curse of Depth, Table 7. That paper gives no formula; this is the group normalisation of Wu and He (2018)
-    over the channels of one token by itself, without statistics over positions.
+    over the channels of one token, without statistics over positions.
 
     Args:
         width: Number of features of a row.

@@ -27,9 +27,10 @@ def row_softmax(logits: Array, exp: Callable[[Any], Any], mask: Array | None = N
 class BlockParts:
     """The attention, network, norms and parameters of a block, or of an attention alone, under the names that equations use.
 
-    Values are object arrays, and attention is written out head by head and row by row: an independent reference, which knows no
-    tensor and no chapter. A subclass for numbers has ``scale`` (of the logits), ``exp``, ``root``, ``turns(length, pairs)``
-    (cosines and sines of the rotary positions) and ``activation(X, kind)``; one for other values overrides what acts on them.
+    Values are object arrays, and attention is written out head by head and row by row: an independent reference, without
+    tensors and chapters. A subclass for numbers has ``scale`` (of the logits), ``exp``, ``root``, ``turns(length, pairs)``
+    (cosines and sines of the rotary positions) and ``activation(X, kind)``; a subclass for other values overrides the methods
+    that act on them.
 
     Args:
         block: Structure: equation, heads, kinds of norms, masks.

@@ -184,8 +184,8 @@ class Placement:
         norm_scope: Whether these act on each head by itself or on all heads side by side.
         scales: Learnable scales of the branches or the residual.
         factor: (layer, n_layers) -> the number ``b.factor`` of the equation.
-        factor_letter: The factor in formulas, as SymPy reads it: in ``ell`` for the layer, or a letter, after which its value may
-            follow in LaTeX, as in ``"alpha = (2N)^{1/4}"``.
+        factor_letter: The factor in formulas, as SymPy reads it: an expression in ``ell``, the layer, or a letter, with its
+            value in LaTeX after it, as in ``"alpha = (2N)^{1/4}"``.
         rule: (layer, n_layers, alpha) -> the name of the placement that this layer has, where layers differ.
         grouped: Whether the norms act on groups of features.
         embedding_norm: Whether a stack normalises its embedding.

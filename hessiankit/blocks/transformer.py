@@ -76,7 +76,7 @@ class Transformer(_Stack):
         max_len: Number of learned positions, added to the embedding; None for none (pass ``rotary=True``).
         tied: Whether the token head and the embedding are one parameter.
         final_norm: Whether there is a norm before the head. By default as the placement has it: not where each block ends in a
-            norm (``post``, ``deepnorm``, ``admin``), else yes. HybridNorm does not mention it; its code has it.
+            norm (``post``, ``deepnorm``, ``admin``), else yes. The paper of HybridNorm does not mention it; its code has one.
         head: ``"token"``: logits over the vocabulary for each token; ``"mean"``: class logits of the mean token; ``"class"``: of
             the first token, or the last one with ``causal=True``; None: the tokens themselves.
         n_classes: Number of class logits.

@@ -45,7 +45,7 @@ def run(
 
     Args:
         dry_run: Compute nothing; print what it would take in memory, disk and time.
-        out: Write the matrix to this .npy file, a part at a time is in memory.
+        out: Write the matrix to this .npy file, a part at a time.
         overwrite: Replace the file at --out.
         resume: Keep the finished rows of the file at --out, if they are those of this Hessian.
         plot: Draw the entries as a heat map, as .png, .svg or .pdf; .csv for the norms of its blocks.

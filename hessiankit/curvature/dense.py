@@ -298,7 +298,7 @@ def hessian(
 
     One closed form per primitive, summed as H = sum_v J_v^T [lambda_v . D^2 phi_v] J_v (Closing the Curvature Gap,
     Eq. 3 and 6 in their corrected form, to any depth); no automatic differentiation, except for operations that
-    ``Hessian.fallbacks`` names. Parameters and data are copied: what changes later does not move the result.
+    ``Hessian.fallbacks`` names. Parameters and data are copied: later changes do not affect the result.
 
     Args:
         module: Any module whose forward torch can trace.
@@ -308,8 +308,8 @@ def hessian(
             It is read once; without a length it may hold 1,000 batches.
         target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
             for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t]. Without a target, the
-            ``"labels"`` of a mapping are it for a named loss: for "cross_entropy" they are compared with the logits that the
-            model's own loss compares them with, of a causal language model those of the place before.
+            ``"labels"`` of a mapping are the target for a named loss: for "cross_entropy" they are compared with the logits
+            that the model's own loss compares them with, in a causal language model those of the place before.
         **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
         batch_size: Samples treated at once; chosen by available work space by default.
         progress: Called with (samples done, samples in all).

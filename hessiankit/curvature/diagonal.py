@@ -149,7 +149,8 @@ def hessian_diagonal(
     At z = X W the entry of W[i, p] is sum_nn' X[n, i] X[n', i] K[(n, p), (n', p)], with K the curvature of the loss in z;
     where rows stay apart, sum_n X[n, i]^2 K_n[p, p]. Memory is that of the curvature between activations of a few samples.
     Behind attention, time grows with the cube of the tokens of a sample; it is forecast from the shapes before that work, to a
-    factor of about 2, and what would take longer than ``max_products`` products with the Hessian is refused, or estimated.
+    factor of about 2, and a diagonal that would take longer than ``max_products`` products with the Hessian is refused, or
+    estimated.
 
     ``seed`` is that of the random signs of an estimate too.
 

@@ -152,7 +152,7 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
 
     Args:
         operator: Any symmetric operator, as of :func:`hessiankit.hessian_operator` or its inverse; it may be indefinite.
-        products: Products with the operator, 6 or more; an odd one is left out.
+        products: Products with the operator, 6 or more; of an odd number one is not taken.
         level: Confidence level of a single interval.
         seed: Seed of the random signs; torch's global generator is not used.
 

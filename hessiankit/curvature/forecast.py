@@ -44,11 +44,11 @@ class Forecast(Printed, WithDict):
             for small models, which take less than the allowance for libraries.
         memory_bytes: Memory at most, in all.
         disk_bytes: Size of the file, 0 without ``out``.
-        free_memory: Bytes that can be had now.
+        free_memory: Free bytes of memory now.
         free_disk: Free bytes where ``out`` is; 0 without it.
         flops: Floating-point operations in products of matrices; a multiply-add counts as two.
         moved: Bytes read and written by all operations.
-        operations: Operations of torch, as many times as they run.
+        operations: Calls of torch, repeated ones counted each time.
         seconds: Estimate from the speeds of this machine, measured just now; a factor of 3 either way is usual.
         fallbacks: Operations without a closed form, which will be differentiated automatically.
 

@@ -177,9 +177,9 @@ def frobenius_norms(
     """Return the exact Frobenius norm of every block of the Hessian of ``loss(module(inputs), target)``, and of all of it.
 
     The matrix is computed by the closed forms of :func:`hessiankit.hessian`: its upper half at once where four times the matrix
-    is free and the derivatives fit beside it, else some rows at a time, all those of a parameter together, dropped before the
-    next are computed. Where a block of two parameters exceeds a panel, the first one's rows are products with unit
-    vectors, as many as a panel holds. The squares of the entries are added up in float64, by pairs of groups.
+    is free and the derivatives fit beside it, else the rows of some parameters at a time, freed before the next are computed.
+    Where a block of two parameters exceeds a panel, the first one's rows are products with unit vectors, as many as a panel
+    holds. The squares of the entries are added up in float64, by pairs of groups.
 
     By panels, memory is one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples (for products: of a
     batch) and two numbers for each pair of groups. Panels take up to half of the free memory, because each traces every chunk

@@ -69,9 +69,9 @@ def has_label(batch: BatchLoss, Z: Tensor) -> Tensor:
 def reached_inputs(step: Step, bar: Tensor) -> list[Tensor | None]:
     """Return masks of the entries of a step's inputs on which some entries of its output depend.
 
-    The derivative along a generic covector tells: entries behind a mask or an index have none. A derivative that is zero at
-    this point alone does not count: entry by entry, as of a ReLU or of a product whose factors move, or where sizes choose.
-    Behind a softmax, the logits of all nonzero weights count, although a weight of 1 has no derivative.
+    A generic covector is pulled back: entries hidden by a mask or an index have no derivative. Derivatives that are zero only
+    at this point count as nonzero: those of a ReLU, of a product with moving factors, of a maximum. Behind a softmax, the
+    logits of all nonzero weights count, although a weight of 1 has no derivative.
 
     Args:
         step: A linearised application.

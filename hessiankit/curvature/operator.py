@@ -74,10 +74,10 @@ def _product(
 class HessianOperator(SymmetricOperator):
     """The Hessian of a scalar loss, or its Gauss-Newton part, known by its products; made by :func:`hessian_operator`.
 
-    A ``scipy.sparse.linalg.LinearOperator``, symmetric: ``eigsh(operator, k=3)`` and the like take it as it is. ``@`` takes
-    torch vectors (P,) and matrices (P, k) on the operator's device and in its dtype, and NumPy arrays of the same shapes. ``@``
-    and ``solve`` also take tensors in the shapes of the parameters, a dict by name or a list in the order of ``names``, and
-    return the same.
+    A ``scipy.sparse.linalg.LinearOperator``, symmetric: ``eigsh(operator, k=3)`` and the like take it directly. ``@`` takes
+    torch vectors (P,) and matrices (P, k) on the operator's device and in its dtype, and NumPy arrays of the same shapes.
+    ``@`` and ``solve`` also take tensors in the shapes of the parameters, a dict by name or a list in the order of ``names``,
+    and return the same.
 
     Attributes:
         torch_dtype: Type of vectors; ``dtype`` is its name in NumPy, which SciPy needs. ``to_torch()`` is the operator with
@@ -372,23 +372,23 @@ def hessian_operator(
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
-    The module is traced and linearised here, once for each batch, at its parameters; later training does not move the operator
-    (``snapshot``). This costs three to five gradients, a product about two. Memory: what the derivatives need of the
-    module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time, chosen
-    to stay below that; a CPU takes fewer together, as its caches hold), never P x P. On a CPU the ninth product of one number of
-    vectors is recorded, and later ones repeat its operations in up to 32 MiB. The first two products are tested: they are
-    finite, and <u, H v> = <v, H u>. From 4 million parameters on nothing of their size is kept for that, nor for later training:
-    only vectors that are multiplied together are tested, beside one operation of each kind here.
+    The module is traced and linearised here, once for each batch, at its parameters; later training does not affect the
+    operator (``snapshot``). This costs three to five gradients, a product about two. Memory: what the derivatives need of the
+    module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time,
+    chosen to stay below that; a CPU takes fewer together, as its caches hold), never P x P. On a CPU the ninth product of one
+    number of vectors is recorded, and later ones repeat its operations in up to 32 MiB. The first two products are tested:
+    they are finite, and <u, H v> = <v, H u>. From 4 million parameters on no vector of that size is kept for these tests: only
+    vectors multiplied together are tested, and one operation of each kind when the operator is built.
 
     Args:
         module: The function under study, as in :func:`hessiankit.hessian`.
         data: The inputs, with ``target``, or several batches, as there.
         target: What the loss compares with.
         block_size: Vectors of a block treated at once.
-        recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
-            products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
-            of activations does. 1.4 to 3 times the time. Less memory where many tokens are treated together, and by 4 bytes a
-            parameter for a model in half precision; the set-up takes as much as without.
+        recompute: ``"layers"``: keep the residual stream between sublayers and the results of products with weights; recompute
+            the rest in every product, a sublayer at a time, as activation checkpointing does. 1.4 to 3 times the time. Less
+            memory where many tokens are treated together, and by 4 bytes a parameter for a model in half precision; the set-up
+            needs the same memory as without it.
         micro_batch: Samples treated at once, each part anew in every product: the memory of so many samples, or of the largest
             batch where all are smaller. A batch is split for losses 'mse', 'cross_entropy' and torch's own, and samples that do
             not depend on each other.

@@ -164,7 +164,7 @@ class Picture(Figure):
     """A Matplotlib figure of a width and a height in inches, which needs no display, and is shown in a notebook.
 
     Attributes:
-        caption: What a reader must know beside the picture: scale, sizes, what grey means. It is text, and not drawn.
+        caption: Text for the reader, not drawn: scale, sizes, the meaning of grey.
         numbers: Header and rows of the table behind it, which a path that ends in ``.csv`` gets.
     """
 

@@ -42,14 +42,14 @@ class Solution(Printed, WithDict):
             has not converged.
         residual: |b - (H + damping I) x| / |b|, from a product of its own; the largest of the right-hand sides.
         converged: Whether that is within ``tol``.
-        least_squares: Whether it is not, and no x does better: what is left of b lies in the null space of H + damping I, to
-            within ``tol`` of the matrix.
+        least_squares: Whether it is not, and no x has a smaller residual: b - (H + damping I) x lies in the null space of H +
+            damping I, to within ``tol`` of the matrix.
         tol: The tolerance.
         damping: Added to the diagonal.
         method: ``"cg"``, ``"minres"`` or ``"lsmr"``, the one that gave x.
         products: Products with H.
-        lowest: The smallest Ritz value of H that was found, where conjugate gradients met a direction of no positive curvature of
-            H + damping I; else None. H has an eigenvalue that is no larger.
+        lowest: Smallest Ritz value of H, an upper bound of its smallest eigenvalue, if conjugate gradients met a direction of
+            nonpositive curvature of H + damping I; else None.
         seconds: Time taken.
     """
 
@@ -303,7 +303,7 @@ def solve(
             (H + damping I)^-1, symmetric and positive definite: a matrix, an operator, or a function v (P,) -> tensor (P,). Not
             for "lsmr".
         tol: Tolerance of |b - (H + damping I) x| / |b|; by default 1e-8, in float32 1e-4.
-        max_products: For each right-hand side. Where they run out, the last iterate is returned with its residual.
+        max_products: Limit for each right-hand side. Beyond it the last iterate is returned with its residual.
 
     Raises:
         InputError: An argument cannot be used, a product is not finite, or ``method="cg"`` meets an indefinite matrix.

@@ -29,20 +29,20 @@ R = TypeVar("R")
 class TensorOperator(LinearOperator):
     """A matrix A (m, n) by its products: ``@`` takes torch vectors (n,) and matrices (n, k), and NumPy arrays of those shapes.
 
-    A ``scipy.sparse.linalg.LinearOperator``, which SciPy's solvers take as it is.
+    A ``scipy.sparse.linalg.LinearOperator``, which SciPy's solvers take directly.
 
     Attributes:
         shape: (m, n).
-        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's. No object is both: SciPy reads
-            ``A.dtype.char``, and torch's functions take nothing but a ``torch.dtype``. So estimators that draw torch vectors by
-            ``A.dtype``, such as those of curvlinops, take ``A.to_torch()``.
+        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's. One object cannot have both: SciPy
+            reads ``A.dtype.char``, and torch's functions take nothing but a ``torch.dtype``. So estimators that draw torch
+            vectors by ``A.dtype``, such as those of curvlinops, take ``A.to_torch()``.
         device: Where products are computed.
         block_size: Vectors treated at once.
     """
 
     block_size: int = 1
     order: str = ""
-    """What an error message says of the order of a vector's entries."""
+    """Order of a vector's entries, in the words of error messages."""
     of_pieces: bool = False
     """Whether a vector is a piece, of which other processes hold the rest."""
 

@@ -30,10 +30,10 @@ def assemble(
 
     Args:
         batch: One batch.
-        matrix: Matrix, whose lower half is left alone.
+        matrix: Matrix; its lower half is not written.
         batch_size: Argument of :func:`parts`.
         progress: Called with (samples done, samples in all).
-        on_memory: Called with about the bytes that the derivatives of a chunk take, before they are computed.
+        on_memory: Called with an estimate of the bytes of a chunk's derivatives, before they are computed.
 
     Returns:
         The loss, and the operations that were differentiated automatically.

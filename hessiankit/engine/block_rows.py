@@ -33,7 +33,7 @@ class PairSums:
     """Curvature between places that keep all rows apart: collected over outputs, then summed over rows for pairs of parameters.
 
     Args:
-        matrix: Matrix that they are added to.
+        matrix: Matrix that the sums are added to.
     """
 
     def __init__(self, matrix: MatrixRows) -> None:
@@ -81,7 +81,7 @@ class Tail:
         at: Id of x.
         level: Number of axes of x that index rows that stay apart behind it: G groups of S numbers.
         K: (G, S, S), the second derivative of the loss with respect to x.
-        Z: (G, S, columns), how the gradient with respect to the parameters behind x moves with x.
+        Z: (G, S, columns), the derivative with respect to x of the gradient of the parameters behind x.
         columns: Columns of Z.
     """
 

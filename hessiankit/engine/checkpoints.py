@@ -21,7 +21,7 @@ class CheckpointSegment:
     """Applications between two checkpoints.
 
     Attributes:
-        applications: Applications in order; all of them on the way to the loss.
+        applications: Applications on the way to the loss, in order.
         entries: Values from before that are read here or later, parameters apart.
     """
 

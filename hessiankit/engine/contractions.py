@@ -28,7 +28,7 @@ def add_between(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Ten
         is_symmetric: Whether u and v are one and K is symmetric.
 
     Returns:
-        What is left to be added, by compiled kernels.
+        The sum that the compiled kernels have still to add.
     """
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
         return add_weights(u.X, v.X, K, into, is_symmetric=is_symmetric)

@@ -45,7 +45,7 @@ class DiagonalSum:
 
     Attributes:
         entries: The diagonal so far.
-        cost: Products with the Hessian that take as long, for the costliest batch; rows that stay apart count nothing.
+        cost: Number of products with the Hessian of the same cost, for the costliest batch; rows that stay apart count zero.
         loss: The loss.
         fallbacks: Operations that were differentiated automatically.
     """

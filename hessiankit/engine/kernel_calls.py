@@ -43,7 +43,7 @@ class KernelSum:
         axes: Size of each axis, and its stride in ``into``.
         terms: One or two, of three factors each; two have a factor of one axis in common.
         symmetric: Whether both weights are one, and the curvature is symmetric up to rounding.
-        overwrites: Whether the sum is written over what lies in ``into``, all of which it has to cover, rather than added to it.
+        overwrites: Whether the sum replaces the entries of ``into``, which it covers, rather than being added.
     """
 
     into: Tensor

@@ -52,8 +52,8 @@ LinearisedBatch: TypeAlias = "Linearisation | MicroBatched | Constant"
 def vectors_together(bytes_per_vector: int, calls: int, numbers: int) -> int:
     """Return how many vectors a CPU multiplies together.
 
-    As many as its caches hold, and no fewer than those whose numbers take as long as the calls of torch, over which products in
-    one operation each would gain nothing: of 200 steps of a GRU with 12 states, 55 take 13 ms a vector, 3 take 25 ms.
+    As many as its caches hold, but enough that arithmetic takes as long as the calls of torch: of 200 steps of a GRU with 12
+    states, 55 vectors take 13 ms each, 3 take 25 ms each.
 
     Args:
         bytes_per_vector: Bytes of the tangents of one vector.
@@ -92,7 +92,8 @@ class Linearisation(ComparedBatch):
         gauss_newton: Whether second derivatives count in the loss only.
         recompute: Values computed again in every product: none (None), those between checkpoints, where a single value passes
             ("layers"), or all ("all").
-        handshake: Loss and gradient to compare with, for a part of a batch; it is left open.
+        handshake: Comparison with the module's own loss and gradient, of which this part of a batch is a summand; the caller
+            closes it.
         traced_loss: The trace of the batch, if there is one; its values are released.
         parameters: Memory of the parameters, where it is not that of whole tensors.
 

@@ -27,7 +27,7 @@ DIRECT = 2**12
 class Columns:
     """Columns of mixed derivatives: each parameter's entries, in the order of H.
 
-    Those of new places precede those of ``base``, so that columns are in the order of the matrix where places are.
+    Columns of new places precede those of ``base``: in the order of the places, as in the matrix.
 
     Args:
         jacobians: Jacobians of the new places.

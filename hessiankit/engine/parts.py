@@ -31,7 +31,7 @@ class BatchPart:
         batch: Loss of these samples.
         traced_loss: Trace of its loss.
         paths: Paths of the trace.
-        sections: Sections of the paths, those that take least.
+        sections: Sections of the paths with the least cost.
         cost: Cost of their sweeps.
         stop: Number of samples of the batch up to its end.
         loss: Share of the loss.
@@ -69,9 +69,9 @@ def parts(
     Args:
         batch: One batch.
         batch_size: Samples of a part.
-        split: Whether to split it there; see :func:`is_split`, which calls the module and has to be outside :meth:`BatchLoss.at`.
+        split: Whether to split it there; see :func:`is_split`, which calls the module, outside :meth:`BatchLoss.at`.
         gauss_newton: Whether second derivatives count in the loss only.
-        is_diagonal: Whether only curvature of places with themselves is asked for.
+        is_diagonal: Whether only the curvature of places with themselves is computed.
     """
     step, start = batch_size if split and batch_size else batch.n_samples, 0
     while start < batch.n_samples:

@@ -40,7 +40,7 @@ class Place:
         shape: Shape of the value.
         jacobians: Jacobians with respect to the parameters, by rows (R, w).
         mixed: Jacobian with respect to W of <adjoint, x W> as a function of x, for a product x W: curvature between W and x.
-        plain: Norm without its gain, linearised, for a gain: what the gain multiplies moves by it.
+        plain: Linearised norm without its gain, for a gain: the derivative of the rows that the gain multiplies.
     """
 
     order: int
@@ -175,7 +175,8 @@ class Paths:
         Args:
             path: Steps.
             is_diagonal: Whether directions are not pulled.
-            columns_of: A value at which each direction moves one column: the first product of it only reads rows of a matrix.
+            columns_of: A value at which each direction moves one column, so that its first product only reads rows of a
+                matrix.
         """
         total, columns = 0.0, {columns_of}
         for step in path:

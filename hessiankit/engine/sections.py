@@ -50,7 +50,7 @@ class _Division:
     """All sections into which a trace can be divided, between numbers of the steps before and at their end.
 
     Attributes:
-        stream: Numbers of the steps after which a single value passes.
+        stream: Numbers of the steps after which all paths pass through one value.
         section: Steps after one number up to another as a section, built once.
         work: Cost of a section between two numbers, in passes over a number, counted once.
     """

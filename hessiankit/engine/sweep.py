@@ -125,7 +125,7 @@ def push(
         tangents: (S, *shape) by value, where directions begin; those of the steps' outputs are added.
         live_values: Values whose tangents are read; see :func:`reads`.
         releases: Values whose tangents nothing reads after a step, by the step's output.
-        recomputes: Whether tangents that others make in a few passes are made again in :func:`pull`: less memory, more time.
+        recomputes: Whether tangents that cost a few passes are recomputed in :func:`pull`: less memory, more time.
 
     Returns:
         The tangents of inputs of the steps that bend, for :func:`pull`.
@@ -199,7 +199,7 @@ def pull(
 
     Args:
         steps: Steps in order.
-        bars: Covectors (S, *shape) of values at the end; in the end those of values that no step makes.
+        bars: Covectors (S, *shape) of values at the end; at the end those of values that no step computes.
         input_tangents: Result of :func:`push`; used up.
         sums: Sums of the covectors of some values, as parameters, in place of ``bars``.
         stops: Values at which covectors are read.

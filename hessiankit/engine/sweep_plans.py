@@ -22,7 +22,7 @@ class Directions:
         place: Place at which they begin.
         level: Number of axes that index the groups.
         outputs: Columns of the place, or entries of its parameters.
-        jacobians: Jacobians by which curvature along these directions goes back to the parameters.
+        jacobians: Jacobians that pull curvature along these directions back to the parameters.
         by_entry: Whether they are the directions of parameter entries.
     """
 
@@ -120,9 +120,9 @@ class Section:
         entry: The value at which the section begins, as a place without parameters; None for the first.
         end: Id of the value at which it ends.
         columns: Number of entries of the parameters that enter in it or after it.
-        path: The steps by which its entry and its places reach its end; for curvature of places with themselves, its entry alone.
-        level: Number of axes of the values at both ends index rows that stay apart from its entry to the loss.
-        tail_numbers: Numbers kept of what follows its end, 0 if nothing does.
+        path: Steps from its entry and its places to its end; for curvature of places with themselves, from its entry only.
+        level: Number of leading axes, of the values at both ends, that index rows which stay apart from its entry to the loss.
+        tail_numbers: Numbers kept of the steps after its end, 0 if there are none.
         plans: Sweeps of its places, those of the last first.
     """
 

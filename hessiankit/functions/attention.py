@@ -41,7 +41,8 @@ def scaled_dot_product_attention(
     ```
 
     Third derivatives, ``jvp`` of ``jvp`` and derivatives of an additive mask keep the weights, as torch's math path does.
-    Rows that see no key are zero, and so are their derivatives. Numbers of 16 bits are differentiated in single precision.
+    Rows without a visible key are zero, and so are their derivatives. Numbers of 16 bits are differentiated in single
+    precision.
 
     Args:
         query: (..., L, E).

@@ -35,20 +35,20 @@ def linear_cross_entropy(
     \ell_i = \log\sum_c e^{z_{ic}} - z_{i,\text{label}_i}, \qquad z_i = W h_i + b
     ```
 
-    Logits are made for some tokens at a time, in the value, the gradient and second derivatives, and never kept: the memory
-    does not grow with tokens times vocabulary. Third derivatives and ``jvp`` of ``jvp`` keep them. The formulas are in
+    Logits are computed for some tokens at a time, in the value, the gradient and second derivatives, and never kept: the
+    memory does not grow with tokens times vocabulary. Third derivatives and ``jvp`` of ``jvp`` keep them. The formulas are in
     :mod:`hessiankit.primitives.linear_cross_entropy`; numbers of 16 bits are taken in single precision, and so is the loss.
 
     Args:
-        hidden: (..., d), what the head reads.
-        weight: (C, d), as in ``nn.Linear``; tied embeddings as they are.
+        hidden: (..., d), input of the head.
+        weight: (C, d), as in ``nn.Linear``; tied embeddings included.
         labels: (...), integers from 0 to C - 1, or ``ignore_index``.
         bias: (C,).
         ignore_index: The label of tokens that do not count.
         label_smoothing: Share of the target distribution that is spread evenly over all classes, from 0 to 1.
         reduction: "mean" over the tokens that count (NaN where none does, as in torch), "sum" or "none".
-        shift: Whether each token's label is the next one's, as for causal language models: hidden states but the last along
-            the axis before d, labels but the first along their last axis.
+        shift: Whether each token's label is the next one's, as in causal language models: the last hidden state (axis before
+            d) and the first label (last axis) are dropped.
 
     Returns:
         A scalar, or the loss of every token, zero where it does not count; (...), one shorter if shifted.

@@ -122,10 +122,9 @@ def call(primitive: ByLinearising, *inputs: Given, stacks: bool = False) -> Tens
     """Return phi(inputs) as a differentiable function of torch.
 
     Args:
-        primitive: A primitive that its class and fields, which are not tensors, determine. It has, besides its actions,
-            ``written_out(*inputs)``, its value in operations that torch differentiates any number of times, and
-            ``output_like(*inputs)``, an empty output.
-        inputs: Tensors, or None for those that are optional; those of integers or booleans are constants.
+        primitive: A primitive whose fields are not tensors. Besides its actions it has ``written_out(*inputs)``, its value in
+            operations that torch differentiates any number of times, and ``output_like(*inputs)``, an empty output.
+        inputs: Tensors, or None for optional ones; integers and booleans are constants.
         stacks: Whether a leading axis is a stack of calls, as in :class:`Call`.
     """
     name = " ".join([type(primitive).__name__, *map(str, vars(primitive).values())])

@@ -171,10 +171,10 @@ def twice_differentiable(function: Callable[..., Any] | None = None) -> Any:
     - ``layer_norm``, ``batch_norm``, ``instance_norm`` and ``group_norm`` in transforms of ``torch.func`` and forward mode,
       or without a gain, and ``weight_norm``.
 
-    Nothing of torch is patched: the block ends with itself, in its thread, and is empty inside what hessiankit traces, which
-    sees the operations themselves. What ``torch.compile`` has made runs as it was before, since it has no double backward.
-    Attention with dropout keeps its weights. Derivatives may be taken after the block, but for those that recompute a
-    checkpointed call.
+    Nothing of torch is patched: the replacement ends with the block, holds in its thread only, and is off while hessiankit
+    traces, which needs the operations themselves. Functions compiled by ``torch.compile`` run unchanged, since they have no
+    double backward. Attention with dropout keeps its weights. Derivatives may be taken after the block, but for those that
+    recompute a checkpointed call.
 
     Args:
         function: A module or a function to be called within such a block; None for the block. Of a module a shallow copy is

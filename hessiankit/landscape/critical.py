@@ -122,9 +122,9 @@ def critical_sharpness(
 
     The optimizer takes the step itself, on copies of parameters and state, with the gradient of the loss on these data: any
     optimizer of torch's interface whose ``step`` needs no closure. Neither it nor the module changes; hooks of this optimizer
-    are not run. The multiple is searched from that of the quadratic model, -2 <g, d> / <d, H d> (from 1 where that is not
+    are not run. The multiple is searched from that of the quadratic model, -2 <g, d> / <d, H d> (from 1 if that is not
     positive): raised by 1.3 and then by 2 until the loss rises, or lowered until it does not; then the bracket is bisected in
-    the logarithm, until its ends differ by 1 % or the passes run out. A loss that falls again beyond is not seen.
+    the logarithm, until its ends differ by 1 % or the passes run out. A loss that falls again at larger steps is not noticed.
 
     Only the parameters ``params`` are moved.
 

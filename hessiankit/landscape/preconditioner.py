@@ -37,9 +37,9 @@ class Preconditioner(Printed, WithDict):
         name: The optimizer's class, ``"diagonal"`` or ``"operator"``.
         root: P^(-1/2).
         lr: The largest learning rate; NaN without an optimizer, like the threshold.
-        threshold: The eigenvalue above which the optimizer's steps on the quadratic model diverge, with P as it is. Where the
-            thresholds of parameter groups differ this is the smallest, and P is multiplied by each group's over it, so that
-            it holds for all of them together.
+        threshold: The eigenvalue above which the optimizer's steps on the quadratic model diverge, with the present P. If the
+            thresholds of parameter groups differ, this is the smallest, and P is scaled by each group's threshold over it, so
+            that one threshold holds for all.
         rule: The threshold in words.
         notes: Terms that the eigenvalues do not contain.
     """

@@ -58,7 +58,7 @@ class LossSlice(Printed, WithDict):
         tolerance: Tolerance of the quadratic model, see ``radius``.
         radius: The largest r such that for all steps |t| <= r the quadratic model is off by no more than ``tolerance`` times its
             largest change for |s| <= |t|, which is |<g, d> t| + |<d, H d>| t^2 / 2.
-        bounded: Whether a step beyond the radius was seen to be off by more; if not, the radius is the end of the slice.
+        bounded: Whether the model failed at a step beyond the radius; if not, the radius is the end of the slice.
     """
 
     name: str
@@ -136,7 +136,7 @@ class LossSlices(Printed, WithDict):
     Attributes:
         slices: Slices, one for each direction.
         plane: The loss on the plane of the two directions; None unless asked for.
-        notes: Differences between two checkpoints that are not moved along.
+        notes: Differences between two checkpoints outside the parameters.
         seconds: Time taken.
     """
 
@@ -212,7 +212,7 @@ def loss_slices(
             convolution as long as the module's, biases and gains unmoved (Li et al. 2018). By default ``"filter"`` for drawn
             directions, ``"none"`` for others.
         span: First and last t, on both sides of 0; by default -1 to 1, to another checkpoint -0.5 to 1.5.
-        points: Steps between and with these; 0 is added where it is not among them.
+        points: Steps between and with these; 0 is added if absent.
         tolerance: Tolerance of the quadratic model, see :attr:`LossSlice.radius`.
         plane: Whether to evaluate the loss on the plane of the two directions too, at all pairs of steps.
         seed: Seed of directions that are drawn.

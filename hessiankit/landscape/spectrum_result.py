@@ -35,14 +35,14 @@ class Spectrum(Printed, WithDict):
         eigenvalues: The ``top`` largest, then the smallest, in descending order, (k,), float64.
         eigenvectors: Their unit vectors, as columns (P, k), on the operator's device and in its dtype.
         residuals: |H v - lambda v| of each pair: some eigenvalue lies within it, (k,).
-        top: How many of them are of the upper end.
+        top: Number of eigenvalues at the upper end.
         size: P.
         kind: Kind of the operator: ``"hessian"``, ``"ggn"``, ...
-        loss: At this point; NaN for an operator without one.
+        loss: Loss at this point; NaN for an operator without one.
         measure: Located eigenvalues, with the nodes and weights of random directions where a density was asked.
         method: ``"full"``: all eigenvalues, from the P x P matrix; ``"lanczos"``.
         tol: Tolerance of the residuals, relative to the largest |eigenvalue|.
-        converged: Whether all residuals are within it.
+        converged: Whether all residuals are within the tolerance.
         products: Products with the matrix.
         seconds: Time taken.
         groups: The spectrum of the diagonal block of each group of parameters, by its name.
@@ -131,8 +131,8 @@ class Spectrum(Printed, WithDict):
                 eigenvalues, or a fiftieth of the decades.
             points: Number of points of the axis, or the eigenvalues (n,) themselves.
 
-        Nodes resolve the linear density to about the range over ``steps``. Eigenvalues much smaller than that stand together in
-        few nodes, so that the logarithmic density has the right mass there, and not its shape.
+        Nodes resolve the linear density to about the range over ``steps``. Much smaller eigenvalues share few nodes, so that
+        the logarithmic density has the right mass there, but not the right shape.
 
         Raises:
             InputError: An argument cannot be used.

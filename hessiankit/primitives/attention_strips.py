@@ -48,7 +48,7 @@ class Heads:
         adjoint: W, (H, L, E_v); None where no tangents are pulled.
         keeps_weights: Whether A and M are kept from one call to the next.
         seen: The strips whose rows are known: their largest weight, and the logarithm of their sum.
-        kept: A and M of strips, where they are kept; the strips themselves hold these heads, and would not be freed with them.
+        kept: A and M of strips, where they are kept; not the strips, which refer to these heads and would form a cycle.
 
     >>> zeros, ones = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
     >>> heads = Heads(zeros, torch.ones(1, 2, 1), torch.tensor([[[2.0], [4.0]]]), 1.0)

@@ -140,9 +140,9 @@ class Take(Primitive):
     """N = vec_r(X)[at]: any choice of entries, repeated or not, in any shape; inputs (X,).
 
     Args:
-        at: positions in vec_r(X), integers of the output's shape. Whatever moves entries finds them by being applied to
+        at: positions in vec_r(X), integers of the output's shape. An operation that moves entries gives them when applied to
             the positions themselves: ``at = operation(torch.arange(X.numel()).reshape(X.shape))``.
-        chosen: axes of X along which each entry of the output is any one of those of X, by their sizes, as in a maximum.
+        chosen: axes of X along which the values choose the entry, as in a maximum.
 
     >>> flip = Take(torch.tensor([1, 0]))
     >>> flip.jvp((torch.ones(2),), (torch.tensor([[3.0, 4.0]]),)).tolist()

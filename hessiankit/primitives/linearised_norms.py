@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class LinearisedNorm(Linearised):
     """A norm of rows; inputs (X, gamma, beta), the last two in one axis, absent or None.
 
-    A tangent has S times as many entries as X. Each action makes one array of that size, its result; scratch
-    stays within the processor's cache.
+    A tangent has S times as many entries as X. Each action allocates one array of that size, its result; scratch memory fits
+    the processor's cache.
 
     Args:
         primitive: The norm.

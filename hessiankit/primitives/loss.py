@@ -199,8 +199,8 @@ class SampledLoss(ByLinearising):
     Gauss-Newton matrix is then the empirical Fisher for the data's targets, and the Monte-Carlo Fisher for drawn ones (Kunstner,
     Balles and Hennig, Limitations of the Empirical Fisher Approximation, 2019, Eqs. 2 and 3). Value and gradient are the loss's.
 
-    Inputs (Z, T): Z of B ... C entries, and T (B, 1 + M, ...) along whose second axis lie the loss's own target and M others. So
-    a part of the samples has the part of T along its first axis.
+    Inputs (Z, T): Z of B ... C entries, and T (B, 1 + M, ...) whose second axis holds the loss's own target and M others. A
+        part of the samples thus has the same rows of T.
 
     Args:
         loss: The loss, which has a normalizer.

@@ -123,9 +123,9 @@ class BatchLoss(ModulePoint):
         args: Positional arguments of the module's call.
         kwargs: Keyword arguments.
         target: Tensors that the loss compares with, if any.
-        normalizer: Divisor of the sum of a loss with a closed form: the entries (mse) or the labels that count (cross entropy),
-            of the whole batch where this is a part of it.
-        count: The weight of the batch among others: the terms that its loss is the mean of.
+        normalizer: Divisor of the sum of a loss with a closed form: the number of entries (mse) or of counted labels (cross
+            entropy) in the whole batch.
+        count: Weight of the batch among others: the number of terms in its mean loss.
         share: Factor of the loss in that of all batches.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
         first: The number of the first sample in the whole data, by which labels are drawn.

@@ -227,7 +227,7 @@ class Labels:
         loss: The named loss.
         later: Whether logits t are compared with label t + 1, as in a causal language model, which then holds for targets too;
             None: as in the model's own loss, which one call shows, and so it is taken to be where the model has none.
-        trial: Samples of that call, the first ones that have a label; None: the whole batch.
+        trial: Samples of that call: the first ones with a label; None: the whole batch.
     """
 
     def __init__(self, model: nn.Module, loss: str, is_shifted: bool | None = None, trial: int | None = None) -> None:

@@ -44,11 +44,11 @@ def from_function(f: Callable[..., Tensor], params: Any) -> nn.Module:
     Args:
         f: Function (params, *data) -> scalar.
         params: Tensors to differentiate with respect to: one, or a dict, list or tuple of them, nested too. Names are the keys,
-            joined by dots, ``"params"`` for a single tensor. A parameter of a module stays the same object; of another tensor
-            the memory is shared, so that what is written into it is seen.
+            joined by dots, ``"params"`` for a single tensor. A parameter of a module stays the same object; any other tensor
+            shares its memory with the parameter, so that later writes take effect.
 
     Raises:
-        InputError: ``f`` is not callable, or ``params`` holds something else than floating-point tensors.
+        InputError: ``f`` is not callable, or ``params`` holds anything but floating-point tensors.
 
     The energy of a spring between two points, in their positions:
 

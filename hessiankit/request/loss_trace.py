@@ -68,7 +68,8 @@ def loss_trace(batch: BatchLoss, *, is_deferred: bool = False) -> LossTrace:
 
     Args:
         batch: The loss of one batch.
-        is_deferred: Whether the caller may have written into tensors beside the module's and the data when the trace is read.
+        is_deferred: Whether the trace is read later, when the caller may have overwritten tensors other than the module's and
+            the data.
     """
     addresses = batch.stable_addresses if is_deferred else None
     with batch.at():

@@ -19,7 +19,7 @@ def read_point(module: nn.Module, params: Params, loss: Callable[..., Any], *, s
     Args:
         module: The user's module.
         params: Argument of :func:`hessiankit.hessian`.
-        loss: Function that is called too and may hold something that a call changes.
+        loss: Loss function, whose state a call may change.
         share: Hold the module's parameters themselves, in place of copies.
 
     Raises:

@@ -32,9 +32,9 @@ class Request:
     Attributes:
         point: The module, and the parameters to differentiate with respect to.
         loss: The loss as it was passed; that of a batch also knows its closed form.
-        curvature: Matrix that is meant: the Hessian, or a Gauss-Newton matrix.
+        curvature: Matrix to compute: the Hessian, or a Gauss-Newton matrix.
         pairs: (inputs, target) of each batch, which are drawn once.
-        counts: The weight of each, and the rule by which batches are put together.
+        counts: Weight of each batch, and the rule that combines them.
         handshake: Whether results are compared with the module's own loss and gradient.
         second_order: Whether products are compared with differences of the module's own gradient.
     """

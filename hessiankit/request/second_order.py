@@ -50,7 +50,7 @@ def compare_second_order(batches: Sequence[BatchLoss], eps: float, product: Call
     """Compare a product (P,) to (P,) with central differences of the module's own gradient, along one generic vector.
 
     Two gradients, and one forward pass that records what torch holds constant; more where the first step disagrees. In half
-    precision differences have no digits: nothing is compared.
+    precision differences have no correct digits, and nothing is compared.
 
     Args:
         batches: The batches.

@@ -26,18 +26,18 @@ IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
 class ModuleState:
     """Copies of a module's tensors and attributes.
 
-    Parameters, buffers and plain tensors among the attributes are held by what they are, with copies of their values;
-    everything else that a call may change (modes, hooks, counters, lists, closures, generators) as it is.
+    The state holds parameters, buffers and plain tensors among the attributes with copies of their values; other state (modes,
+    hooks, counters, lists, closures, generators) by its contents.
 
     Args:
-        module: The module; nothing of it is changed.
-        *callables: Other functions that are called, and may hold something that the call changes: the loss.
-        share: Hold the parameters themselves in place of copies, and tell only whether they have been given other values.
+        module: The module; it is not changed.
+        *callables: Other functions whose state a call may change: the loss.
+        share: Hold the parameters themselves in place of copies, and detect changes of their values.
 
     Attributes:
         values: Copies of the values of parameters and buffers, by name.
         written: The buffers that a call of the module gives other values, such as the running statistics of a batch norm.
-        is_present: Whether the module is as it was, now.
+        is_present: Whether the recorded state is present.
 
     >>> layer = nn.Linear(2, 1)
     >>> state = ModuleState(layer)
@@ -65,9 +65,8 @@ class ModuleState:
     def present(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Restore the module's recorded state within the context, and its present state afterwards.
 
-        Every parameter and buffer stays the object that it is, so that whoever holds one, a list, a closure, a hook, reads
-        the same values. The memory behind it is another, which nobody else writes into; with other values it is the same, so
-        that views of it move too.
+        Parameters and buffers keep their identity, so that lists, closures and hooks that hold one read the same values. Their
+        memory is exchanged for the copies; with other values it is overwritten instead, so that views see them too.
 
         Args:
             values: Other values of some parameters, by name.

@@ -49,7 +49,7 @@ def checked(
     checkers import is left to the function. A module that torch.compile returned is replaced by its original.
 
     Args:
-        caller: The function or class, as its user knows it.
+        caller: Public name of the function or class.
         leave: Arguments that the function checks itself.
         rest: The function that takes the decorated function's ``**options``.
         sharded: Whether modules may be sharded, for functions of their structure alone, or of all ranks.

@@ -24,9 +24,9 @@ class RitzValue(WithDict):
     """The largest Ritz value of a symmetric matrix H; or of A^T A, with its root and the root's residual, a singular value of A.
 
     Attributes:
-        value: Never above the largest eigenvalue, rounding aside.
-        residual: ``|H v - value v|`` of its unit vector v, from one more product: some eigenvalue of H lies within it, which is
-            no proof that it is the largest. Of a singular value ``|A^T A v - value^2 v| / value``.
+        value: Ritz value, at most the largest eigenvalue up to rounding.
+        residual: ``|H v - value v|`` of its unit vector v, from one more product: some eigenvalue of H lies within it, not
+            necessarily the largest. Of a singular value ``|A^T A v - value^2 v| / value``.
         products: Products with H (A^T A) that it took.
         vector: v, (P,); None where it was not kept.
     """
@@ -155,7 +155,7 @@ class RitzPairs:
         vectors: Unit Ritz vectors, as rows (k, P).
         residuals: |H v - value v| of each, by the recurrence, with its rounding by a product: some eigenvalue lies within it,
             and to second order in it where the residual is small beside the distance to the others, (k,).
-        products: Products with H that they took.
+        products: Products with H taken.
         converged: Whether all residuals are within the tolerance.
     """
 
@@ -201,7 +201,7 @@ def extreme_eigenpairs(
         tol: Tolerance of the residuals, relative to the largest |Ritz value|.
         most: Products at most, those for the residuals included.
         basis: Vectors kept at most; at least top + bottom + 2.
-        again: Whether to look a second time, for multiple eigenvalues. One search meets one vector of every eigenspace, and one
+        again: Whether to search again, for multiple eigenvalues. One search meets one vector of every eigenspace, and one
             product of the sum of its vectors verifies all residuals; after a second one each has a product of its own.
         seed: Seed of random directions.
         tell: Called with (products, pairs converged) after each product that does not end the search.

@@ -195,7 +195,7 @@ class AssumedStructure:
     Attributes:
         position: Position of the argument.
         kind: "symmetric", "lower triangular" or "upper triangular".
-        projection: Function that makes any matrix one of that kind, and leaves those of that kind as they are.
+        projection: Projection of a matrix onto that kind, the identity on matrices of that kind.
         remedy: Source code of the projection for the error message.
     """
 

@@ -101,8 +101,8 @@ class Unseen:
 
     Attributes:
         root: A copy of the value that is part of the graph.
-        edges: The values that were seen and that it is made of; the arguments of its node, in order.
-        names: The functions of autograd between them; none where the value is one of those, written into without gradients.
+        edges: Recorded values that it is computed from; the arguments of its node, in order.
+        names: Functions of autograd between them; none where the value is one of them, written into without gradients.
         leaves: Leaves that it depends on, with their memory and version when it was made.
     """
 

@@ -111,15 +111,15 @@ def record(
 
     Args:
         function: Run once, as it is; whatever it reads besides the leaves is a constant.
-        leaves: Tensors recognised by what they are, however the function reaches them; each becomes a placeholder, in order.
-            Those that require a gradient are what is differentiated.
-        decompositions: Operations to be replaced by what a Python function makes of them, unless it returns NotImplemented.
+        leaves: Tensors recognised by identity, however the function reaches them; each becomes a placeholder, in order. Those
+            that require a gradient are what is differentiated.
+        decompositions: Operation -> Python function that replaces it, unless it returns NotImplemented.
         keep_values: Whether to keep what operations return.
         course: An empty list to use for :attr:`Recording.course`.
 
     Raises:
-        TraceError: If something that depends on the leaves is computed where it cannot be seen, or if this torch lacks what
-            recording stands on.
+        TraceError: If something that depends on the leaves is computed where it cannot be seen, or if this torch lacks the
+            internals that recording needs.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> recording = record(lambda: (x * x.sum().item()).sum(), [x], {})

@@ -30,7 +30,7 @@ class TensorRecord:
     Attributes:
         tensor: The tensor; no other one gets its id as long as the record holds it.
         node: The node that stands for it; None for a result of a transform of torch.func, which has none yet.
-        was_constant: Whether it had no derivative when it was recorded; scripted functions give one to theirs later.
+        was_constant: Whether it had no derivative when it was recorded; results of scripted functions get one later.
         is_stale: Whether it was written into since then where no operation was seen.
     """
 

@@ -200,7 +200,7 @@ def trace_call(
 
     Args:
         run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).
-        leaves: The tensors to differentiate with respect to, by name, recognised by what they are.
+        leaves: The tensors to differentiate with respect to, by name, recognised by identity.
         stable_storages: Addresses of storages that nobody writes into later (:func:`address`); other constants are copied. None:
             no copies, for a trace that is read at once.
     """

@@ -87,9 +87,9 @@ def check(
     """Compare the closed-form Hessian of a module with references that take other routes.
 
     Every reference is examined first (symmetry, agreement with the others); only healthy ones count, and at least two
-    that share no differentiation path are needed. The gradient and the Hessian are also held against the exact identities
-    that the module's structure implies (:func:`hessiankit.verify.identities.identities`). For a :class:`TransformerBlock` the
-    vec_r formulas of the chapters are compared with the fast path too.
+    that share no differentiation path are needed. The gradient and the Hessian are also tested for the exact identities that
+    the module's structure implies (:func:`hessiankit.verify.identities.identities`). For a :class:`TransformerBlock` the vec_r
+    formulas of the chapters are compared with the fast path too.
 
     Args:
         block_or_module: Any module; it is not changed.
@@ -102,8 +102,8 @@ def check(
             gradient, and for hessiankit's own blocks, with curvlinops, to show where they are wrong.
         rtol: Tolerance relative to the largest entry of each block pair; 1e-10 in float64, 1e-3 in float32.
         seed: Seed of all random numbers.
-        dtype: The dtype of the check: the module's own tensors are converted where they lie and put back bit for bit, inputs
-            are cast; None keeps the module's own. Where the loss is finite in the module's own dtype only, that one is kept, and
+        dtype: The dtype of the check: the module's own tensors are converted in place and restored bit for bit, inputs are
+            cast; None keeps the module's own. If the loss is finite in the module's own dtype only, that dtype is kept, and
             the report says so.
         directions: Directions a parameter to compare along; by default every entry is compared up to 400 parameters
             and 4 directions a parameter beyond; 0 for every entry at any size. Beyond 5,000 parameters (20,000 where

@@ -48,7 +48,7 @@ def check_jacobian(
     """Compare a closed form of the Jacobian d vec_r f(x) / d vec_r(x)^T with automatic differentiation and hessiankit.
 
     The Jacobian is the block (output, x) of the Hessian of <output, f(x)>, with a constant ``output`` drawn from ``seed``.
-    :func:`hessiankit.check` compares that Hessian, and says of a wrong closed form what would make it right.
+    :func:`hessiankit.check` compares that Hessian, and reports the change that corrects a wrong closed form.
 
     Args:
         f: A function of one tensor, or a module, whose parameters are constant.

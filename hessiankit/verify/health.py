@@ -59,7 +59,7 @@ class Health:
         healthy: Whether the result is finite, symmetric, precise enough, and agrees with a consensus of two independent groups.
         seconds: Time of the reference.
         reason: Reason why it is healthy or not.
-        alone: Whether nothing speaks against it, and no reference by another path gave a result to compare it with.
+        alone: Whether no test failed, but no reference by another path gave a result for comparison.
     """
 
     reference: str

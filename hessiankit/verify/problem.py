@@ -38,9 +38,9 @@ class Problem:
     """A module, a batch and a loss: one scalar function of the parameters named in ``params``.
 
     The module is the user's own, called as the user calls it: ``loss(module(*inputs), target)``, with its own Parameter
-    objects, whatever reaches them. A reference that needs another point moves them in place and puts them back
-    (:meth:`at`). The flat vector ``theta`` stacks ``vec_r`` of the parameters in the order of ``params``; entry (i, j) of the
-    Hessian is the derivative of entry i of the gradient along entry j.
+    objects. A reference at another point changes them in place and restores them (:meth:`at`). The flat vector ``theta``
+    stacks ``vec_r`` of the parameters in the order of ``params``; entry (i, j) of the Hessian is the derivative of entry i of
+    the gradient along entry j.
 
     Args:
         module: The function under study, in evaluation mode where it has dropout.

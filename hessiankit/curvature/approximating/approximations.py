@@ -82,7 +82,7 @@ def approximations(
     Errors in the Frobenius and the spectral norm, whole and by pair of parameters; the cosine of the damped step
     (C + damping I)^-1 g with the exact damped Newton (for ``against="ggn"`` natural) step (A + damping I)^-1 g; and the
     condition number of the preconditioned (A + damping I). Adam, Shampoo and Muon divide by (C + d I)^(1/2), d in proportion
-    to the size of their C, which is not that of A: compare their alignment, cosine and condition number, not their errors.
+    to the size of their C, which is not that of A: judge them by alignment, cosine and condition number, not by their errors.
 
     KFAC is the expectation of KFAC-expand over the model's labels, with the factors of weights and of biases apart (Martens and
     Grosse 2015; Eschenhagen et al. 2023), EKFAC its correction (George et al. 2018). Both have factors for weights and biases

@@ -62,7 +62,7 @@ class ApproximationsReport(Printed):
         found: The approximations by name.
         pairs: ||A_ij||_F by pair of parameters, (n, n); None where A was not formed.
         spectral_pairs: ||A_ij||_2 likewise.
-        notes: What was left out or has not converged, and why.
+        notes: Parts that were left out or have not converged, and why.
         seconds: Time taken.
     """
 

@@ -149,7 +149,7 @@ class BoundsReport(Printed):
             and the names of the bounds.
         names: The parameters.
         notes: Caveats of the bounds, and why a bound is not defined here.
-        noise: Norm that the rounding of float64 can leave of a block that vanishes; at most that prints as 0 to rounding.
+        noise: Norm that rounding in float64 can give a zero block; norms up to it print as 0 to rounding.
     """
 
     values: Mapping[str, Mapping[str, float]]
@@ -251,8 +251,8 @@ def bounds(block: nn.Module, inputs: Any, target: Tensor | None = None, *, loss:
     and the sizes.
 
     Norms and bounds are computed in float64 in every dtype. The numbers of a module in float32, float16 or bfloat16, of its
-    inputs and of its target are numbers of float64, so the report is on the exact function of these numbers, and what it promises
-    is the same: a norm above a valid bound by more than 1e-9 of it and the ``noise`` of the report is an error. What
+    inputs and of its target are numbers of float64, so the report is on the exact function of these numbers, and its promise
+    is the same: a norm that exceeds a valid bound by more than 1e-9 of it plus the report's ``noise`` is an error. What
     :func:`hessiankit.hessian` returns in float32 differs from that Hessian by its own rounding, about 1e-6 of its norm.
 
     Args:

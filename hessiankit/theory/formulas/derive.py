@@ -85,8 +85,8 @@ def derive(
         inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens. For a
             module of your own: its argument, a tuple of arguments or a dict of keyword arguments; X is their first tensor of
             floating point.
-        target: Values or labels that a loss compares the output with. By default drawn; of a loss itself zero,
-            and label i in row i.
+        target: Values or labels that a loss compares the output with. By default drawn; for a chapter that is a loss, zeros,
+            or label i in row i.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
             or ``None`` for the derivative of the output itself.
         length: Tokens to draw where no inputs are given.

@@ -35,8 +35,8 @@ class Jacobians(WithDict):
     """Jacobians J_l = dy_l / dx_l of the blocks and of the stack, at the data (The Curse of Depth, Eqs. 8 and 35, corrected).
 
     A state holds all tokens and features of a micro-batch, padding too; with n entries ||J||_F / sqrt(n) is the rms gain, the
-    factor on the length of a random direction. Sequences do not interact in a transformer, so that the spectral norm of a batch
-    is that of its worst sequence. Several micro-batches: the largest spectral norm; the rms over all.
+    factor on the length of a random direction. Sequences do not interact in a transformer, so the spectral norm of a batch is
+    the largest over its sequences. Several micro-batches: the largest spectral norm; the rms over all.
 
     Attributes:
         spectral: ||J_l - I||_2, L of them.
@@ -44,8 +44,8 @@ class Jacobians(WithDict):
         whole_spectral: ||dy_L / dx_1||_2, which the paper's Theorem 3.3 bounds (its "Euclidean norm").
         gain: ||dy_L / dx_1||_F / sqrt(n). With branches of degree 1 (ReLU or linear after a norm) close to
             sigma_{L+1} / sigma_1 at initialisation.
-        product_error: ||J_L ... J_1 v - (dy_L / dx_1) v|| / ||(dy_L / dx_1) v||, a random v: rounding, or the blocks exchange
-            more than the hidden state. (In print the product has L - 1 factors; L are right.)
+        product_error: ||J_L ... J_1 v - (dy_L / dx_1) v|| / ||(dy_L / dx_1) v||, a random v: above rounding only if the blocks
+            exchange more than the hidden state. (In print the product has L - 1 factors; L are right.)
         size: Entries of the states, of all micro-batches.
         draws: Random probes of the rms; None where all unit vectors were taken.
     """
@@ -128,7 +128,7 @@ class LayerCurvature(WithDict):
             from random probes.
         draws: Probes of the traces; None where these are exact.
         sizes: Parameters by layer.
-        reason: Why ``"auto"`` did not take the closed forms; empty otherwise.
+        reason: Reason why ``"auto"`` did not take the closed forms, or "".
     """
 
     kind: str

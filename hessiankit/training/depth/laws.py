@@ -53,8 +53,8 @@ class Law:
 class GrowthLaws:
     """Laws fitted to the variance by depth, and theory's bounds (The Curse of Depth, Lemmas 3.2 and 4.1, corrected).
 
-    All four have two coefficients and are fitted on one scale, so that their R^2 may be compared; they cannot tell laws apart
-    that differ by less than the variance's own irregularity, least of all in few layers.
+    All four have two coefficients and are fitted on one scale, so that their R^2 may be compared; laws that differ by less
+    than the irregularity of the variance cannot be distinguished, least of all in few layers.
 
     Attributes:
         laws: Laws by name.

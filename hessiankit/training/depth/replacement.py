@@ -76,15 +76,15 @@ class NormedLinear(nn.Linear):
 def replace_norms(model: nn.Module, placement: str, inputs: Any) -> nn.Module:
     """Give the pre-norm blocks of a decoder or encoder another norm placement, in place, and return the model.
 
-    All weights stay, under their names. A norm that the placement has besides is a copy of the block's first with gain 1 and bias
-    0; norms of queries, keys and values lie behind ``q_proj``, ``k_proj`` and ``v_proj``. Scales begin at their initial values.
-    A norm that the placement does not use stays in the block without effect, and the norm before the head stays as it is.
+    All weights stay, under their names. An additional norm is a copy of the block's first one with gain 1 and bias 0; norms of
+    queries, keys and values lie behind ``q_proj``, ``k_proj`` and ``v_proj``. Scales begin at their initial values. A norm
+    that the placement does not use stays in the block without effect, and the norm before the head stays as it is.
 
     Args:
         model: A model whose blocks, found by :func:`hessiankit.depth_diagnostics`' rules, have an attention, a network and two
             norms, such as GPT-2, Llama, Mistral or Qwen of Hugging Face.
         placement: Name of ``hessiankit.blocks.PLACEMENTS``, such as ``"lns"``, ``"post"`` or ``"hybridnorm"``.
-        inputs: What the model is called with, once before and once as pre-norm blocks, to see that these are the same.
+        inputs: Inputs for two calls, one unchanged and one with pre-norm equations, whose outputs must agree.
 
     Raises:
         InputError: The placement is unknown or needs what the blocks do not have, or they are not pre-norm.

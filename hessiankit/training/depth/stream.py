@@ -105,8 +105,8 @@ def _branch(x: Tensor, y: Tensor) -> Tensor:
 class AngularDistances(WithDict):
     """d(x^l, x^{l+n}) = arccos(cos(x^l, x^{l+n})) / pi (The Curse of Depth, Eq. 1), a mean over tokens, in [0, 1].
 
-    x^l is the input of block l, x^{L+1} the last output before the final norm; the authors' code takes the final norm's
-    output for it, and the last token of a window, which may be padding.
+    x^l is the input of block l, x^{L+1} the last output before the final norm; the authors' code uses the final norm's output
+    instead, and the last token of a window, which may be padding.
 
     Attributes:
         all: (L+1, L+1) symmetric in float64, entry [i, j] = d(x^{i+1}, x^{j+1}), mean over the counted tokens.

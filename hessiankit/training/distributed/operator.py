@@ -123,7 +123,7 @@ def hessian_operator(
 ) -> DistributedOperator | ShardedOperator:
     """Return the Hessian of the loss over the data of all ranks: equal to :func:`hessiankit.hessian_operator` on all of them.
 
-    Every rank calls it, with its own data, and takes part in every product. Each linearises its share at copies of the
+    Every rank calls it, with its own data, and takes part in every product. Each rank linearises its share at copies of the
     parameters; a product is one sweep on each rank and one sum over the ranks, in double precision. Shares may differ in
     size: a batch counts by its terms among all ranks' terms. Memory on each rank: as for one process with its share.
 

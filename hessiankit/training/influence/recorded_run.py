@@ -31,7 +31,7 @@ class RecordedRun:
     """Record of a run of SGD, Adam or AdamW, which :func:`hessiankit.influence` replays backwards; training is unchanged.
 
     The loop draws its batches from :meth:`batches`, which knows the numbers of the samples; or it names them by :meth:`use`
-    before each step. What happens to gradients between ``backward`` and ``step``, such as clipping, is not recorded.
+    before each step. Changes of the gradients between ``backward`` and ``step``, such as clipping, are not recorded.
 
     Attributes:
         names: Names of the parameters that the optimizer moves, in the order of ``named_parameters()``.

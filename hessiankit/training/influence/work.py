@@ -22,7 +22,7 @@ class Work:
 
     Args:
         path: The file; None: nothing is kept.
-        ask: Digest of what is asked, which a file of other work does not have.
+        ask: Digest of the request, which tells the file from those of other requests.
     """
 
     def __init__(self, path: Path | None, ask: str) -> None:

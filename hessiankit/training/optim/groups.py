@@ -255,7 +255,7 @@ def blockwise_lr(
     trainable parameter is in exactly one. A fused parameter (query, key and value in one tensor) is in the group with the
     largest of its slices' rates; the steps of the other slices are rescaled after every step of whatever optimizer holds the
     group, :math:`\theta + f\,(\theta' - \theta)`, which for an optimizer that treats entries alone (AdamW, Lion, SGD, ...) is
-    the same as splitting the tensor (sharpness-disparity/fused). Nothing has to be attached for that.
+    the same as splitting the tensor (sharpness-disparity/fused). No hook has to be attached.
 
     Args:
         model: The model; its type of parameter by :func:`hessiankit.training.partition.model_parts`.

@@ -84,8 +84,8 @@ def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, b
 
     *The Sharpness Disparity Principle* (Wang et al.), Sec. 5, suggests :math:`r\propto S_{\mathrm{Norm}}/S` and then sets r by
     hand. The default power is 1/2: Adam divides a gradient by about :math:`\sqrt h`, the root of the curvature that
-    the report estimates, and the curvature that is left is :math:`h/\sqrt h=\sqrt h`. The default cap of 4 is far below the
-    paper's 10, since a measurement at one step says nothing about the next thousand.
+    the report estimates, and the remaining curvature is :math:`h/\sqrt h=\sqrt h`. The default cap of 4 is far below the
+    paper's 10, since one measurement does not predict the next thousand steps.
 
     Of the interval of r, the value nearest to 1 is used: a type whose interval contains 1 has the base's rate, and
     with more draws the interval shrinks to the estimate.

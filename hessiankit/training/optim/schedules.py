@@ -90,13 +90,13 @@ def blockwise_schedule(
 ) -> BlockwiseSchedule:
     r"""Return a scheduler for blockwise groups: warm-up and cosine, or warm-up, stable, decay.
 
-    *The Sharpness Disparity Principle* (Wang et al.) and its released code differ, and neither has an argument for its
-    side, so that both are here. Call ``step()`` after every step of the optimizer.
+    *The Sharpness Disparity Principle* (Wang et al.) and its released code differ, and neither gives a reason, so both are
+    offered. Call ``step()`` after every step of the optimizer.
 
     Args:
         optimizer: An optimizer that holds groups of :func:`~hessiankit.training.optim.blockwise_lr`; other groups have ratio 1.
         warmup: Steps of linear warm-up.
-        steps: Steps in all; after them the rates stay at the floor.
+        steps: Total number of steps; later rates stay at the floor.
         kind: ``"cosine"``, or ``"wsd"``: at the peak until ``stable * steps``, then linear.
         ramp: ``"direct"``: every group warms up to its own peak (the code); ``"switch"``: all warm up to the base rate, and r is
             switched on at the end, a jump by r in one step (App. A.2).

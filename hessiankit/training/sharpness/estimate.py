@@ -42,8 +42,8 @@ class SharpnessEstimate:
         high: Upper end.
         entries: Number of entries it is the mean of.
         confidence: Probability with which such an interval is to cover.
-        data_standard_error: Error from micro-batch to micro-batch, drawing included, as if they were a sample of what the model
-            will meet; None for a single micro-batch.
+        data_standard_error: Error from micro-batch to micro-batch, drawing included, as if they were a random sample of all
+            data; None for a single micro-batch.
     """
 
     value: float

@@ -59,8 +59,8 @@ def sharpness(
             parameters are left out, and named in the report.
         data: Inputs, with ``target``; a pair (inputs, target); a mapping of keyword arguments with ``labels``, as Hugging Face's
             collators make it; or an iterable of those. Sequences lie along axis 0.
-        target: Labels of the shape of the logits without their last axis; -100 is not counted. With drawn labels, nothing
-            else of them is used. For squared error a tensor of the output's shape.
+        target: Labels of the shape of the logits without their last axis; -100 is not counted. With drawn labels, only the
+            places of -100 are used. For squared error a tensor of the output's shape.
         loss: ``"cross_entropy"``, or ``"mse"``, the mean of (f - y)^2 over all entries: y is then drawn from a Gaussian of
             variance 1/2 around f, whose Fisher information is the Gauss-Newton matrix (2 / N) J^T J.
         draws: Draws of the labels; with one draw there is no standard error, and fewer than four give no sure intervals.
