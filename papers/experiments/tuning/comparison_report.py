@@ -111,8 +111,8 @@ class TuneReport(Printed):
         return (
             f"Intervals hold with {100 * self.confidence:g} % each. A verdict of better or worse also holds when all {count} "
             "comparisons are counted (Bonferroni), unless it says that it is taken alone. Relative steps are the arm's steps "
-            "over the baseline's, to the lowest loss that both runs of a seed reach; below 1 the arm is faster. At AdamW's loss "
-            "is the mean step at which the arm first reaches its seed's final AdamW loss, with the number of runs that reach it."
+            "over the baseline's, to the lowest loss that both runs of a seed reach; below 1 the arm is faster. The column "
+            "'at AdamW's loss' is the mean step at which an arm reaches AdamW's final loss of its seed, with their number."
         )
 
     @property
