@@ -140,18 +140,20 @@ def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: in
 
 def _from_function(source: str, seed: int) -> LoadedModel:
     """Return the model that ``module:function`` returns."""
-    where, _, function_name = source.partition(":")
+    module_name, _, function_name = source.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does, and an installed command does not
     try:
         try:
-            module = importlib.import_module(where)
+            module = importlib.import_module(module_name)
         except Exception as error:  # whatever a user's module raises
-            raise InputError(f"{NAME}: cannot import {where!r} for {source!r}: {one_line(error)}; expected {SOURCES}") from error
+            raise InputError(
+                f"{NAME}: cannot import {module_name!r} for {source!r}: {one_line(error)}; expected {SOURCES}"
+            ) from error
         function = getattr(module, function_name, None)
         if not callable(function):
             hint = did_you_mean(function_name, [name for name, value in vars(module).items() if callable(value)])
             raise InputError(
-                f"{NAME}: {where!r} has no function {function_name!r}{hint or '; name one that returns an nn.Module'}"
+                f"{NAME}: {module_name!r} has no function {function_name!r}{hint or '; name one that returns an nn.Module'}"
             )
         with torch.random.fork_rng():
             torch.manual_seed(seed)

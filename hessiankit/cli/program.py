@@ -70,8 +70,8 @@ def answer(app: App, argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
         return CLOSED
     except OSError as error:
-        where = f" {error.filename}" if error.filename is not None else " a file"
-        message, code = f"cannot use{where}: {error.strerror or error}", USAGE
+        place = f" {error.filename}" if error.filename is not None else " a file"
+        message, code = f"cannot use{place}: {error.strerror or error}", USAGE
     prefix = "" if name == program_name else f"{program_name}: "
     print(prefix + " ".join(named(name, message).split()), file=sys.stderr)
     return code

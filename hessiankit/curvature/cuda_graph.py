@@ -100,10 +100,10 @@ class _Graph:
     def __init__(self, product: Product, rows: Tensor) -> None:
         self._rows, self._graph, self._done = rows.clone(), torch.cuda.CUDAGraph(), torch.cuda.Event()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(rows.device)
+        reserved = torch.cuda.memory_reserved(rows.device)
         with torch.cuda.device(rows.device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._out = product(self._rows)
-        self.bytes = torch.cuda.memory_reserved(rows.device) - before  # kept, beside the rows
+        self.bytes = torch.cuda.memory_reserved(rows.device) - reserved  # kept, beside the rows
         self._done.record()
 
     def replay(self, rows: Tensor) -> Tensor:

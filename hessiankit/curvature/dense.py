@@ -177,9 +177,9 @@ class Hessian(Printed):
         Raises:
             InputError: If there is no such parameter, or the index does not fit it.
         """
-        down, across = (chosen("Hessian.block", wanted, self.shapes) for wanted in (name_i, name_j))
-        rows = [_joined([self._evaluation.part(i, at, j, to) for j, to in across.items()], 1) for i, at in down.items()]
-        return _joined(rows, 0)
+        rows, columns = (chosen("Hessian.block", names, self.shapes) for names in (name_i, name_j))
+        parts = [_joined([self._evaluation.part(i, at, j, to) for j, to in columns.items()], 1) for i, at in rows.items()]
+        return _joined(parts, 0)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield every pair of names (i, j) with i not after j."""
@@ -204,11 +204,11 @@ class Hessian(Printed):
         """Return the Frobenius norm of the whole matrix, or of a block as in :meth:`block`; of one name, a diagonal one."""
         return float(torch.linalg.matrix_norm(self._part("frobenius_norm", name_i, name_j)))
 
-    def _part(self, who: str, name_i: str | None, name_j: str | None) -> Tensor:
+    def _part(self, caller: str, name_i: str | None, name_j: str | None) -> Tensor:
         if name_i is None and name_j is not None:
             raise InputError(
-                f"Hessian.{who}: name_j={name_j!r} without name_i; pass both for a block, or {name_j!r} alone as name_i for the "
-                "diagonal one"
+                f"Hessian.{caller}: name_j={name_j!r} without name_i; pass both for a block, or {name_j!r} alone as name_i for "
+                "the diagonal one"
             )
         return self.matrix if name_i is None else self.block(name_i, name_j or name_i)
 
@@ -255,9 +255,9 @@ class Hessian(Printed):
         }
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        known = self._evaluation.is_complete
+        is_complete = self._evaluation.is_complete
         for n in self.names:
-            norms = (f"{float(self.block(n, n).trace()):.4g}", f"{self.frobenius_norm(n):.4g}") if known else ("", "")
+            norms = (f"{float(self.block(n, n).trace()):.4g}", f"{self.frobenius_norm(n):.4g}") if is_complete else ("", "")
             yield n, sizes(self.shapes[n]), *norms
 
     def _headline(self) -> str:

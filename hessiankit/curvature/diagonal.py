@@ -71,9 +71,9 @@ class CurvatureDiagonal(Printed):
     @cached_property
     def _numbers(self) -> dict[str, tuple[float, float, float]]:
         """The trace, the smallest and the largest entry of each parameter."""
-        wide = {name: x if x.device.type == "mps" else x.double() for name, x in self.values.items()}
-        read = read_numbers(of(x) for x in wide.values() for of in (Tensor.sum, Tensor.min, Tensor.max))
-        return dict(zip(wide, zip(read[::3], read[1::3], read[2::3], strict=True), strict=True))
+        doubles = {name: x if x.device.type == "mps" else x.double() for name, x in self.values.items()}
+        read = read_numbers(of(x) for x in doubles.values() for of in (Tensor.sum, Tensor.min, Tensor.max))
+        return dict(zip(doubles, zip(read[::3], read[1::3], read[2::3], strict=True), strict=True))
 
     @property
     def traces(self) -> dict[str, float]:
@@ -89,8 +89,10 @@ class CurvatureDiagonal(Printed):
 
     def __getitem__(self, name: str) -> Tensor:
         shapes = ByName(((n, tuple(x.shape)) for n, x in self.values.items()), getattr(self.values, "aliases", None))
-        whole, rows = locate("CurvatureDiagonal", name, shapes)
-        return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
+        parameter, rows = locate("CurvatureDiagonal", name, shapes)
+        return (
+            self.values[parameter] if rows is None else self.values[parameter].reshape(-1)[rows.to(self.values[parameter].device)]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return kind, loss, traces and extremes as plain Python numbers (the diagonal itself is left out)."""
@@ -110,8 +112,8 @@ class CurvatureDiagonal(Printed):
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for name, (trace, least, most) in self._numbers.items():
-            shown = f"{trace:.4g}" if self.estimate is None else str(self.estimate.traces[name])
-            yield name, sizes(self.values[name].shape), shown, f"{least:.4g}", f"{most:.4g}"
+            cell = f"{trace:.4g}" if self.estimate is None else str(self.estimate.traces[name])
+            yield name, sizes(self.values[name].shape), cell, f"{least:.4g}", f"{most:.4g}"
 
     def _headline(self) -> str:
         of = NAMES[self.kind]

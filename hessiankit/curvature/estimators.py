@@ -82,8 +82,8 @@ class Estimate:
 
     def __format__(self, spec: str) -> str:
         """Return the value as a number, with one digit of the half width where there is one; without ``spec``, as ``str``."""
-        off = f" +- {self.half_width:.1g}" if self.half_width else ""
-        return format(self.value, spec) + off if spec else str(self)
+        error = f" +- {self.half_width:.1g}" if self.half_width else ""
+        return format(self.value, spec) + error if spec else str(self)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -125,12 +125,14 @@ class ScalarEstimates(Printed):
         """The reliability of the numbers, in words."""
         if self.products == self.size:
             return f"exact up to rounding, from {self.products:,} products"
-        held = f"those of 95 % held {HELD[self.products >= FEW]} to 100 % of the time where that was measured, docs/intervals.md"
-        return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals ({held})"
+        coverage = (
+            f"those of 95 % held {HELD[self.products >= FEW]} to 100 % of the time where that was measured, docs/intervals.md"
+        )
+        return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals ({coverage})"
 
     def _headline(self) -> str:
-        what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
-        return f"{what}, {self.size:,} parameters: trace {self.trace}, |H|_F^2 {self.frobenius_squared}; {self.words}"
+        matrix = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
+        return f"{matrix}, {self.size:,} parameters: trace {self.trace}, |H|_F^2 {self.frobenius_squared}; {self.words}"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -169,41 +171,41 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     (6.0, 28.0, [2.0, 4.0])
     """
     start = time.perf_counter()
-    who = "scalar_estimates"
+    caller = "scalar_estimates"
     if not isinstance(operator, TensorOperator) or operator.shape[0] != operator.shape[1]:
-        raise InputError(f"{who}: operator is a {type(operator).__name__}; pass what hessian_operator(...) returns")
+        raise InputError(f"{caller}: operator is a {type(operator).__name__}; pass what hessian_operator(...) returns")
     if products < LEAST:
-        raise InputError(f"{who}: products={products} leave no spread to see; pass {LEAST} or more")
+        raise InputError(f"{caller}: products={products} leave no spread to see; pass {LEAST} or more")
     if not 0 < level < 1:
-        raise InputError(f"{who}: level={level} is no share of intervals; pass a number between 0 and 1, 0.95 for one")
+        raise InputError(f"{caller}: level={level} is no share of intervals; pass a number between 0 and 1, 0.95 for one")
     slices: dict[str, slice] = getattr(operator, "slices", {})  # only of an operator with parameters by name
     size, dtype, eps = operator.size, operator.torch_dtype, torch.finfo(operator.torch_dtype).eps
     if operator.of_pieces and size <= max(products, SMALL):
-        raise InputError(f"{who}: products={products} of a sharded model with {size} parameters; pass fewer than it has")
+        raise InputError(f"{caller}: products={products} of a sharded model with {size} parameters; pass fewer than it has")
 
     def product(vectors: Tensor) -> Tensor:
         products: Tensor = operator @ vectors
         if not math.isfinite(float(summed(products.sum()))) and float(summed((~torch.isfinite(products)).sum())):
-            raise InputError(f"{who}: a product with the operator is NaN or infinite, so that nothing can be estimated")
+            raise InputError(f"{caller}: a product with the operator is NaN or infinite, so that nothing can be estimated")
         return products
 
     if size <= max(products, SMALL):
         H = product(torch.eye(size, dtype=dtype, device=operator.device)).double()
         exact = [H.trace(), H.square().sum(), *(H.diagonal()[rows].sum() for rows in slices.values())]
         trace, squares, *blocks = (Sample(x.reshape(1)) for x in exact)
-        D, taken = H.diagonal().unsqueeze(1), size
+        D, count = H.diagonal().unsqueeze(1), size
     else:
         generator, half = torch.Generator().manual_seed(seed), products // 2
         signs = random_signs(operator.shape[0], half, generator).to(operator.device, dtype)
         Y = product(signs)
-        drawn: Sketch | Means
+        samples: Sketch | Means
         if share_outside(Y) <= FLAT:
-            drawn = Sketch(product, signs, Y)
+            samples = Sketch(product, signs, Y)
         else:
-            others = random_signs(operator.shape[0], half, generator).to(signs)
-            drawn = Means((signs, Y), (others, product(others)))
-        trace, squares, D, taken = drawn.trace(), drawn.squares(), drawn.diagonal(), 2 * half
-        blocks = [drawn.block(rows) for rows in slices.values()]
+            second_signs = random_signs(operator.shape[0], half, generator).to(signs)
+            samples = Means((signs, Y), (second_signs, product(second_signs)))
+        trace, squares, D, count = samples.trace(), samples.squares(), samples.diagonal(), 2 * half
+        blocks = [samples.block(rows) for rows in slices.values()]
     norm = math.sqrt(max(0.0, squares.mean))
 
     def estimate(sample: Sample, scale: float) -> Estimate:
@@ -213,10 +215,10 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     return ScalarEstimates(
         estimate(trace, math.sqrt(size) * norm),  # the sum of |eigenvalues| is at most sqrt(P) |H|_F
         estimate(squares, norm**2),
-        {n: estimate(own, math.sqrt(rows) * norm) for n, own, rows in zip(slices, blocks, sizes, strict=True)},
+        {n: estimate(block_values, math.sqrt(rows) * norm) for n, block_values, rows in zip(slices, blocks, sizes, strict=True)},
         D.mean(1).to(dtype),
         (entry_half_widths(D, level) + SUM_ROUNDING * eps * norm).to(dtype),
-        taken,
+        count,
         level,
         getattr(operator, "kind", type(operator).__name__),
         size,
@@ -265,8 +267,8 @@ class Sample:
     def variance(self) -> float:
         """Variance of the mean: s^2 / k and the covariance, if any, which counts for half of s^2 / k at least; 0 if exact."""
         k = len(self.values)
-        own = float(self.values.var()) / k if k > 1 else 0.0
-        return own if self.covariance is None else own + max(self.covariance, SHARED * own)
+        spread = float(self.values.var()) / k if k > 1 else 0.0
+        return spread if self.covariance is None else spread + max(self.covariance, SHARED * spread)
 
     def half_width(self, level: float) -> float:
         """Return the half width of the mean's interval: Student's t with k - 1 degrees of freedom.
@@ -280,8 +282,8 @@ class Sample:
         variance = self.variance
         if variance == 0.0:
             return 0.0
-        lost = 1 / (len(self.values) - 1) + (variance / self.varying**2 if self.varying > 0 else 0.0)
-        return float(stdtrit(1 / lost, (1 + level) / 2)) * math.sqrt(variance)
+        inverse_freedom = 1 / (len(self.values) - 1) + (variance / self.varying**2 if self.varying > 0 else 0.0)
+        return float(stdtrit(1 / inverse_freedom, (1 + level) / 2)) * math.sqrt(variance)
 
 
 class Means:
@@ -383,11 +385,11 @@ class Sketch:
     def _sample(self, values: Callable[[list[Tensor], Tensor], Tensor]) -> Sample:
         """Return the values, of bases Q less one direction, and their covariance, by bases less two."""
         k = self.R.shape[1]
-        every = torch.arange(k, device=self.R.device)
-        x, S = values([self.S], every), self.S
+        indices = torch.arange(k, device=self.R.device)
+        x, S = values([self.S], indices), self.S
         if k == 1 or not bool(S.any()):
             return Sample(x, 0.0)
-        paired = every[:PAIRED]
+        paired = indices[:PAIRED]
         changes = x.new_zeros(len(paired), len(paired))
         for j in range(len(paired)):
             at = paired[paired != j]

@@ -72,12 +72,12 @@ class Evaluation:
         if self._nearby is None:
             return
         eps = torch.finfo(self.batches[0].dtype).eps
-        for before, now in zip(self._nearby, self._generic_losses(), strict=True):
-            if math.isfinite(before) and not abs(before - now) <= ROUNDING * eps * max(abs(before), abs(now)):
+        for recorded, present in zip(self._nearby, self._generic_losses(), strict=True):
+            if math.isfinite(recorded) and not abs(recorded - present) <= ROUNDING * eps * max(abs(recorded), abs(present)):
                 raise TraceError(
                     "hessian: something that the module or the loss reads has changed since this result was made: at generic "
-                    f"parameters the loss was {before:.8g}, and is {now:.8g}; read what you need before it changes, or call "
-                    "hessian again"
+                    f"parameters the loss was {recorded:.8g}, and is {present:.8g}; read what you need before it changes, or "
+                    "call hessian again"
                 )
 
     @property
@@ -143,13 +143,11 @@ class Evaluation:
         if rows is None and columns is None:
             return self.block(i, j)
         first = self._only(i, j)[0]
-        every = [torch.arange(rows.start, rows.stop, device="cpu") for rows in (first.slices[i], first.slices[j])]
-        down, across = (at if chosen is None else at[chosen] for at, chosen in zip(every, (rows, columns), strict=True))
-        is_few = 2 * min(len(down), len(across)) <= len(every[0]) + len(every[1])
+        entries = [torch.arange(at.start, at.stop, device="cpu") for at in (first.slices[i], first.slices[j])]
+        u, v = (at if chosen is None else at[chosen] for at, chosen in zip(entries, (rows, columns), strict=True))
+        is_few = 2 * min(len(u), len(v)) <= len(entries[0]) + len(entries[1])
         if is_few and self._whole is None and (i, j) not in self._blocks:
-            if len(down) < len(across):
-                return self._products(i, j, across, down).T
-            return self._products(i, j, down, across)
+            return self._products(i, j, v, u).T if len(u) < len(v) else self._products(i, j, u, v)
         block = self.block(i, j)
         block = block if rows is None else block[rows.to(block.device)]
         return block if columns is None else block[:, columns.to(block.device)]
@@ -235,11 +233,11 @@ class Evaluation:
         if asymmetry <= allowed:
             return
         low, high = torch.aminmax(matrix.data)
-        largest, apart = max(-float(low), float(high)), asymmetry * matrix.largest()
-        error = apart / largest
+        largest, difference = max(-float(low), float(high)), asymmetry * matrix.largest()
+        error = difference / largest
         if error <= allowed or largest <= allowed * abs(loss):
             return
-        if apart > ROUNDING * eps * self._rounding(outer=outer):
+        if difference > ROUNDING * eps * self._rounding(outer=outer):
             raise InputError(
                 f"hessian: H and its transpose differ by {error:.1e} of the largest entry, more than rounding ({allowed:.1e})"
                 f"{automatic(fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel; write it in "
@@ -249,12 +247,12 @@ class Evaluation:
     def _rounding(self, *, outer: bool) -> float:
         """Return the largest rounding error of the product with random signs, for a unit roundoff of 1."""
         generator = torch.Generator().manual_seed(0)
-        drawn = {
+        directions = {
             n: torch.randint(0, 2, x.shape, generator=generator, device="cpu") for n, x in self.batches[0].parameters.items()
         }
         largest = []
         for batch in self.batches:
-            direction = {name: 2 * drawn[name].to(x) - 1 for name, x in batch.parameters.items()}
+            direction = {name: 2 * directions[name].to(x) - 1 for name, x in batch.parameters.items()}
             _, errors = rounding_errors(batch, direction, gauss_newton=outer)
             largest.append(batch.share * max(float(x.abs().max()) for x in errors.values()))
         return math.fsum(largest)
@@ -284,12 +282,12 @@ class Evaluation:
         self, matrix: SymmetricStorage, batches: Sequence[BatchLoss], progress: Progress | None, look: Look | None, *, outer: bool
     ) -> tuple[float, tuple[str, ...]]:
         """Add all batches to a matrix or a panel of it; return the loss and the fallbacks."""
-        samples, done = sum(batch.n_samples for batch in batches), 0
+        samples, finished = sum(batch.n_samples for batch in batches), 0
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
         options: dict[str, Any] = {"batch_size": self.batch_size, "gauss_newton": outer, "on_memory": look}
         for batch in batches:
-            tell = None if progress is None else _shifted(progress, done, samples)
+            tell = None if progress is None else _shifted(progress, finished, samples)
             try:
                 value, names = assemble(batch, matrix, progress=tell, **options)
             except TraceError:
@@ -298,7 +296,7 @@ class Evaluation:
                 value, names = batch.own_value(), ()  # no parameter has an effect on it
             values.append(batch.share * value)
             fallbacks += names
-            done += batch.n_samples
+            finished += batch.n_samples
         return math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     @staticmethod
@@ -332,5 +330,5 @@ def automatic(fallbacks: Sequence[str]) -> str:
     return f"; differentiated automatically: {', '.join(fallbacks)}" if fallbacks else ""
 
 
-def _shifted(progress: Progress, before: int, samples: int) -> Progress:
-    return lambda done, _: progress(before + done, samples)
+def _shifted(progress: Progress, offset: int, samples: int) -> Progress:
+    return lambda done, _: progress(offset + done, samples)

@@ -115,8 +115,8 @@ def forecast(batches: Sequence[BatchLoss], batch_size: int | None, out: Path | N
     matrix = size * size * first.dtype.itemsize
     workspace = round(LOOSE * plan.workspace) + MARGIN + (SLAB if out is not None else 0)
     flops, moved, operations = plan.total("flops"), plan.total("moved"), round(plan.total("operations"))
-    flop, byte, fresh, each = _times(first.dtype, first.device)
-    seconds = flops * flop + (moved + 4 * matrix) * byte + operations * each
+    flop, byte, fresh, call = _times(first.dtype, first.device)
+    seconds = flops * flop + (moved + 4 * matrix) * byte + operations * call
     seconds += (matrix + plan.workspace) * fresh if out is None else 2 * matrix / DISK
     return Forecast(
         parameters=size,
@@ -145,9 +145,9 @@ def _times(dtype: torch.dtype, device: torch.device) -> tuple[float, float, floa
     a = torch.ones(64, 256, 64, dtype=dtype, device=device)
     b = torch.ones(2**21, dtype=dtype, device=device)
     c = torch.ones(8, dtype=dtype, device=device)
-    product, copy, small = _seconds(lambda: a.mT @ a), _seconds(lambda: b + 1), _seconds(lambda: c + 1)
+    product, copy, call = _seconds(lambda: a.mT @ a), _seconds(lambda: b + 1), _seconds(lambda: c + 1)
     new = _seconds(lambda: zeros((FRESH, FRESH), torch.float64, device).fill_(1.0))
-    return product / (2 * 64 * 256 * 64 * 64), copy / (2 * b.numel() * b.element_size()), new / (8 * FRESH**2), small
+    return product / (2 * 64 * 256 * 64 * 64), copy / (2 * b.numel() * b.element_size()), new / (8 * FRESH**2), call
 
 
 def _seconds(run: Callable[[], Any]) -> float:

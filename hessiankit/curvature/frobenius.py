@@ -91,13 +91,13 @@ class FrobeniusNorms(Printed):
         names, numbers = list(self.groups), []
         for name in (name_i, name_j):
             if name not in self.groups and self.groups.keys() == self.shapes.keys():
-                whole, rows = locate("FrobeniusNorms.block", name, self.shapes)
+                parameter, rows = locate("FrobeniusNorms.block", name, self.shapes)
                 if rows is not None:
                     raise InputError(
                         f"FrobeniusNorms.block: {name!r} is a part of a parameter, but the norms are of whole ones; pass "
-                        f"{whole!r}, or take by={{group: parts}}"
+                        f"{parameter!r}, or take by={{group: parts}}"
                     )
-                name = whole
+                name = parameter
             check_name("FrobeniusNorms.block", "name", name, names)
             numbers.append(names.index(name))
         return float(self.matrix[numbers[0], numbers[1]])
@@ -136,10 +136,10 @@ class FrobeniusNorms(Printed):
         names, squares = list(self.groups), self.matrix.square()
         for i in self._listed:
             name = names[i]
-            apart = self.matrix[i].clone()
-            apart[i] = -1.0
-            j = int(apart.argmax())
-            largest = ("", "") if len(names) == 1 else (names[j], f"{float(apart[j]):.4g}")
+            off_diagonal = self.matrix[i].clone()
+            off_diagonal[i] = -1.0
+            j = int(off_diagonal.argmax())
+            largest = ("", "") if len(names) == 1 else (names[j], f"{float(off_diagonal[j]):.4g}")
             size = sizes(self.shapes[name]) if name in self.shapes else f"{self.groups[name]:,}"
             yield name, size, f"{float(self.matrix[i, i]):.4g}", f"{float(squares[i].sum().sqrt()):.4g}", *largest
 
@@ -228,12 +228,12 @@ def frobenius_norms(
     with torch.no_grad():
         sums = None if path is not None or panel_bytes is not None else _at_once(groups, evaluation, kind)
         sums = sums or _by_panels(groups, evaluation, kind, panel_bytes, path)
-    norms, whole = sums.norms()
-    if whole == 0 and not any(batch.reached() for batch in batches):
+    norms, total = sums.norms()
+    if total == 0 and not any(batch.reached() for batch in batches):
         raise without_effect(WHO, first.shapes)
     counts = {name: len(at) for name, at in groups.items()}
     seconds = time.perf_counter() - start
-    return FrobeniusNorms(norms, counts, whole, first.shapes, kind, sums.loss, sums.fallbacks, seconds, request.handshake)
+    return FrobeniusNorms(norms, counts, total, first.shapes, kind, sums.loss, sums.fallbacks, seconds, request.handshake)
 
 
 class SquareSums:
@@ -292,9 +292,9 @@ def _at_once(groups: Mapping[str, Tensor], evaluation: Evaluation, kind: str) ->
     first, outer = evaluation.batches[0], kind != "hessian"
     if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
         return None
-    every = range(len(first.parameters))
+    indices = range(len(first.parameters))
     try:
-        matrix, loss, fallbacks = evaluation.panel([(every, every)], 0, outer=outer, look=evaluation.look(first))
+        matrix, loss, fallbacks = evaluation.panel([(indices, indices)], 0, outer=outer, look=evaluation.look(first))
     except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
         return None
     sums = SquareSums(groups, evaluation.batches)

@@ -204,13 +204,13 @@ class FactoredBatch(JacobianOperator):
             for one in site.jacobians:
                 if one.parameter in self.uses:
                     self.uses[one.parameter].append((at, one))
-        for used in self.uses.values():
-            counts = torch.zeros(self.shape[1] if len(used) > 1 else 0, dtype=torch.int64, device=self.device)
-            for _, one in used if len(used) > 1 else ():
+        for uses in self.uses.values():
+            counts = torch.zeros(self.shape[1] if len(uses) > 1 else 0, dtype=torch.int64, device=self.device)
+            for _, one in uses if len(uses) > 1 else ():
                 counts[self.entries(one)] += 1
-            for at, one in used:
+            for at, one in uses:
                 has_factors = isinstance(one, WeightJacobian) or (isinstance(one, GainJacobian) and one.is_ones)
-                if has_factors and (len(used) == 1 or int(counts[self.entries(one)].max()) == 1):
+                if has_factors and (len(uses) == 1 or int(counts[self.entries(one)].max()) == 1):
                     self.held.append((at, one))
 
     @cached_property
@@ -243,8 +243,8 @@ class FactoredBatch(JacobianOperator):
     def entries(self, one: ParameterJacobian) -> Tensor:
         """Return the positions of the entries of a Jacobian in a vector of all parameters."""
         rows = self.slices[one.parameter]
-        every = torch.arange(rows.start, rows.stop, device=self.device)
-        return every if one.at is None else every[one.at.reshape(-1).to(self.device)]
+        positions = torch.arange(rows.start, rows.stop, device=self.device)
+        return positions if one.at is None else positions[one.at.reshape(-1).to(self.device)]
 
     def uses_weight(self, names: Sequence[str]) -> bool:
         """Tell whether one of some parameters is a weight at some site."""
@@ -252,14 +252,14 @@ class FactoredBatch(JacobianOperator):
 
     def add_squares(self, name: str, bars: dict[int, Tensor], total: Tensor) -> None:
         """Add the squares of a parameter's gradients, by covector and sample, to the diagonal ``total`` (P,)."""
-        used = [(at, one, self.entries(one)) for at, one in self.uses[name] if at in bars]
-        if not used:
+        uses = [(at, one, self.entries(one)) for at, one in self.uses[name] if at in bars]
+        if not uses:
             return
-        groups, count = min(self.groups[at] for at, _, _ in used), len(bars[used[0][0]])
-        entries = torch.cat([at for _, _, at in used]).unique()
+        groups, count = min(self.groups[at] for at, _, _ in uses), len(bars[uses[0][0]])
+        entries = torch.cat([at for _, _, at in uses]).unique()
         for chunk in torch.arange(count, device=self.device).split(max(1, ENTRIES // (groups * len(entries)))):
             gradients = total.new_zeros(groups, len(entries), len(chunk))
-            for at, one, places in used:
+            for at, one, places in uses:
                 g = bars[at][chunk]
                 x = g.reshape(len(chunk), groups, -1, g.shape[-1]).permute(1, 2, 3, 0)
                 gradients[:, torch.searchsorted(entries, places)] += one.vjp_by_group(x)
@@ -332,15 +332,15 @@ class KroneckerFactors:
             covered[one.parameter] += one.size
         sizes = {name: rows.stop - rows.start for name, rows in self.slices.items()}
         rest = [name for name, size in sizes.items() if diagonal is not None and covered[name] < size]
-        known = all(name in batch.uses for batch in self._batches for name in rest)
+        has_all = all(name in batch.uses for batch in self._batches for name in rest)
         self.diagonal, self._squared = zeros(batches[0].size), rest
         # gradients of a weight take as long as all of its block's diagonal, for every column
         dear = [batch for batch in self._batches if not batch.pooled and batch.uses_weight(rest)]
-        if diagonal is not None and (dear or not known):
+        if diagonal is not None and (dear or not has_all):
             try:  # before the sums
                 self.diagonal, self._squared = diagonal(), []
             except TooCostly:
-                if not known:
+                if not has_all:
                     raise
         for batch in self._batches:
             self._add(batch)

@@ -240,11 +240,11 @@ class Restarts:
         x, r, size = torch.zeros_like(b), b, norm(b)
         end = A.products + most
         while A.products < end and norm(r) > tol / 2 * size:
-            goal, before = min(tol * size / norm(r), max(tol, 1e-3)), norm(r)
+            goal, previous = min(tol * size / norm(r), max(tol, 1e-3)), norm(r)
             change = self.step(A, r, M, goal, max(1, end - A.products))
             r = r - A.product(change)
-            x = x + change if norm(r) < before else x
-            if not norm(r) < STAGNATION * before:
+            x = x + change if norm(r) < previous else x
+            if not norm(r) < STAGNATION * previous:
                 break
         return Iterate(self.name, x, b - A.product(x))
 

@@ -194,12 +194,14 @@ class HessianOperator(SymmetricOperator):
         named = tensors if isinstance(tensors, Mapping) else dict(zip(self.names, tensors, strict=False))
         seen = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in named.items()}
         if len(tensors) != len(self.names) or seen != dict(self.shapes):
-            wrong = next((name for name in self.names if seen.get(name) != self.shapes[name]), None)
-            what = (
-                f"{len(tensors)} tensors" if wrong is None else f"{seen.get(wrong, 'nothing')} for {wrong!r} {self.shapes[wrong]}"
+            misfit = next((name for name in self.names if seen.get(name) != self.shapes[name]), None)
+            difference = (
+                f"{len(tensors)} tensors"
+                if misfit is None
+                else f"{seen.get(misfit, 'nothing')} for {misfit!r} {self.shapes[misfit]}"
             )
             raise InputError(
-                f"HessianOperator: {what}; expected a tensor in the shape of each of the {len(self.names)} parameters"
+                f"HessianOperator: {difference}; expected a tensor in the shape of each of the {len(self.names)} parameters"
             )
         return torch.cat([named[name].detach().reshape(-1) for name in self.names])
 
@@ -298,8 +300,8 @@ class HessianOperator(SymmetricOperator):
         Where they are parallel two random ones take their place, at the price of their products.
         """
         self._check_finite(rows, products)
-        before = self._pair  # of its own: another thread may multiply too
-        pairs = [*([] if before is None else [before]), *zip(rows[:2], products[:2], strict=True)]
+        previous = self._pair  # of its own: another thread may multiply too
+        pairs = [*([] if previous is None else [previous]), *zip(rows[:2], products[:2], strict=True)]
         if len(pairs) == 1:
             is_large = self.shape[0] > LARGE
             self._pair, self._is_untested = (None, False) if is_large else ((rows[0].clone(), products[0].clone()), True)
@@ -322,13 +324,13 @@ class HessianOperator(SymmetricOperator):
 
     @full_precision()
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
-        scale, apart = (norm(u) * norm(Hv) + norm(v) * norm(Hu)) / 2, abs(inner(u, Hv) - inner(v, Hu))
-        error = apart / scale if scale else 0.0
+        scale, difference = (norm(u) * norm(Hv) + norm(v) * norm(Hu)) / 2, abs(inner(u, Hv) - inner(v, Hu))
+        error = difference / scale if scale else 0.0
         eps = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._linearised))
         allowed = eps**0.5
         if not error <= allowed:  # NaN too; where terms cancel, H is rounding of them
             errors = norm(u) * self._rounding_of(v) + norm(v) * self._rounding_of(u)
-            error = apart / errors if apart <= ROUNDING * eps * errors else error
+            error = difference / errors if difference <= ROUNDING * eps * errors else error
         if not error <= allowed:
             raise InputError(
                 f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e})"
@@ -340,7 +342,7 @@ class HessianOperator(SymmetricOperator):
 
     def _rounding_of(self, v: Tensor) -> float:
         """Return the norm of the rounding error of H v, for a unit roundoff of 1."""
-        direction = {name: v[where].reshape(self.shapes[name]) for name, where in self.slices.items()}
+        direction = {name: v[entries].reshape(self.shapes[name]) for name, entries in self.slices.items()}
 
         def errors() -> Iterator[Tensor]:
             for batch in self._batches:

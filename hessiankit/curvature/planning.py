@@ -101,14 +101,14 @@ def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ..
 
 def make_plan(batches: Sequence[BatchLoss], batch_size: int | None, limit: float = math.inf) -> Plan:
     """Measure a few samples, by their shapes, and divide the matrix into panels of ``limit`` bytes."""
-    known: dict[Any, Cost | None] = {}
+    by_signature: dict[Any, Cost | None] = {}
     last: Cost | None = None
     costs: list[Cost] = []
     for batch in sorted(batches, key=_entries, reverse=True):
         key = _signature(batch)
-        if key not in known:
-            known[key] = _measured(batch, batch_size) if len(known) < MEASURED else last
-        last = known[key]
+        if key not in by_signature:
+            by_signature[key] = _measured(batch, batch_size) if len(by_signature) < MEASURED else last
+        last = by_signature[key]
         if last is not None:
             costs += [last] * math.ceil(batch.n_samples / last.samples)
     sizes = tuple(p.numel() for p in batches[0].parameters.values())
@@ -129,17 +129,17 @@ def _measured(batch: BatchLoss, batch_size: int | None) -> Cost | None:
     if part.is_long:
         products = product_cost(trace, batch.size, itemsize)
         values = 4 * itemsize * sum(x.numel() for x in trace.values)
-        moved, taken = itemsize * products.passes, products.bytes + values
-        return Cost(part.stop, 2 * products.multiplications, moved, products.operations, taken, trace.fallbacks)
-    moved = itemsize * cost.passes
-    return Cost(part.stop, 2 * cost.multiplications, moved, cost.operations, part.bytes, trace.fallbacks)
+        bytes_moved, bytes_taken = itemsize * products.passes, products.bytes + values
+        return Cost(part.stop, 2 * products.multiplications, bytes_moved, products.operations, bytes_taken, trace.fallbacks)
+    bytes_moved = itemsize * cost.passes
+    return Cost(part.stop, 2 * cost.multiplications, bytes_moved, cost.operations, part.bytes, trace.fallbacks)
 
 
 def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:
     """Raise OutOfMemoryError if workspace and matrix exceed the free memory (``free``, or what is free now)."""
-    what = f"the derivatives of one chunk of samples, {byte_size(need)}, and the matrix, {byte_size(matrix)},"
+    parts = f"the derivatives of one chunk of samples, {byte_size(need)}, and the matrix, {byte_size(matrix)},"
     remedy = "pass batch_size=1, shorter sequences, fewer params=[...], or use hessian_operator, which needs neither"
-    check_room("hessian", need + matrix, what, device, remedy, free=free)
+    check_room("hessian", need + matrix, parts, device, remedy, free=free)
 
 
 def _entries(batch: BatchLoss) -> int:

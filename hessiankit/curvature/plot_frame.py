@@ -264,24 +264,26 @@ def picture_bytes(figure: Figure, suffix: str) -> bytes:
     return buffer.getvalue()
 
 
-def check_suffix(who: str, path: Path) -> None:
+def check_suffix(caller: str, path: Path) -> None:
     """Refuse a picture in another format than those of ``SUFFIXES`` and ``.csv``."""
     if path.suffix not in (*SUFFIXES, ".csv"):
-        raise InputError(f"{who}: cannot write {path.name!r}; name a file that ends in {FORMATS}")
+        raise InputError(f"{caller}: cannot write {path.name!r}; name a file that ends in {FORMATS}")
 
 
-def write_picture(who: str, figure: Figure, path: Path) -> None:
+def write_picture(caller: str, figure: Figure, path: Path) -> None:
     """Write a picture, or the numbers behind it, in the format that the suffix names, and the folder if it is missing."""
-    check_suffix(who, path)
+    check_suffix(caller, path)
     numbers = getattr(figure, "numbers", None)
     if path.suffix == ".csv":
         if numbers is None:
-            raise InputError(f"{who}: cannot write {path.name!r}: this picture has no table; name a file that ends in {FORMATS}")
+            raise InputError(
+                f"{caller}: cannot write {path.name!r}: this picture has no table; name a file that ends in {FORMATS}"
+            )
         write_numbers(path, *numbers)
         return
     content = picture_bytes(figure, path.suffix)
-    make_folder(who, path.parent)
-    write_bytes(who, path, content)
+    make_folder(caller, path.parent)
+    write_bytes(caller, path, content)
 
 
 def write_numbers(path: Path | str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
@@ -309,31 +311,31 @@ def _measure(texts: Sequence[str], size: float) -> tuple[float, float]:
 
 
 @contextmanager
-def picture(who: str, wide: float, high: float, path: Path | str | None, **options: Any) -> Iterator[Picture]:
+def picture(caller: str, width: float, height: float, path: Path | str | None, **options: Any) -> Iterator[Picture]:
     """Yield an empty picture of so many inches, and write it to the path if there is one."""
     if path is not None:
-        check_suffix(who, Path(path))
+        check_suffix(caller, Path(path))
     with mpl.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Picture(wide, high, **options)
+        figure = Picture(width, height, **options)
         yield figure
         if path is not None:
-            write_picture(who, figure, Path(path))
+            write_picture(caller, figure, Path(path))
 
 
 @contextmanager
-def panels(who: str, count: int, heading: str, path: Path | str | None) -> Iterator[tuple[Picture, list[Axes]]]:
+def panels(caller: str, count: int, heading: str, path: Path | str | None) -> Iterator[tuple[Picture, list[Axes]]]:
     """Yield a picture with so many panels, three in a row, under a heading, and write it to the path if there is one."""
-    down, across = -(-count // ACROSS), min(count, ACROSS)
-    wide, high = 4.1 * across + 0.2, 3.05 * down + 0.4
-    with picture(who, wide, high, path) as figure:
-        figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top", wrap=True)
-        places = [(4.1 * (k % across) + 0.72, high - 0.75 - 3.05 * (k // across) - 2.15) for k in range(count)]
-        every = [figure.add_axes((x / wide, y / high, 2.78 / wide, 2.15 / high)) for x, y in places]
-        for axes in every:
+    rows, columns = -(-count // ACROSS), min(count, ACROSS)
+    width, height = 4.1 * columns + 0.2, 3.05 * rows + 0.4
+    with picture(caller, width, height, path) as figure:
+        figure.text(0.2 / width, 1 - 0.12 / height, heading, fontsize=11, color=INK, va="top", wrap=True)
+        places = [(4.1 * (k % columns) + 0.72, height - 0.75 - 3.05 * (k // columns) - 2.15) for k in range(count)]
+        all_axes = [figure.add_axes((x / width, y / height, 2.78 / width, 2.15 / height)) for x, y in places]
+        for axes in all_axes:
             dress(axes)
             axes.xaxis.label.set_fontsize(8)
             axes.yaxis.label.set_fontsize(8)
-        yield figure, every
+        yield figure, all_axes
 
 
 def dress(axes: Axes) -> None:
@@ -367,5 +369,5 @@ def over_layers(axes: Axes, title: str, lines: Mapping[str, Sequence[float]]) ->
     elif values.max() > 10 * values.min():
         log_scale(axes, values)
     if len(lines) > 1:
-        narrow = {"handlelength": 0.8, "handletextpad": 0.3, "borderaxespad": 0.2, "borderpad": 0.2}
-        axes.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), **narrow)
+        legend_style = {"handlelength": 0.8, "handletextpad": 0.3, "borderaxespad": 0.2, "borderpad": 0.2}
+        axes.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), **legend_style)

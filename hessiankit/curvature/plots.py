@@ -117,8 +117,13 @@ def side_by_side(
             mappable = frame.draw(k, np.ma.masked_less_equal(values, zero), low, high, min(0.7, cell / 60))
         frame.colour_bar(mappable, r"$|H_{ij}|$", coloured, zeros)
         covered, grey = -(-max(rows) // cell), f"grey: 0 to rounding, below {zero:.1e}" if zero else "grey: 0"
-        seen = f"each pixel: the largest of up to {covered} × {covered}" if covered > 1 else ""
-        about = [f"{sum(rows)} × {sum(rows)} entries in log scale", "blocks drawn equally large", seen, grey if zeros else ""]
+        pixel_note = f"each pixel: the largest of up to {covered} × {covered}" if covered > 1 else ""
+        about = [
+            f"{sum(rows)} × {sum(rows)} entries in log scale",
+            "blocks drawn equally large",
+            pixel_note,
+            grey if zeros else "",
+        ]
         frame.figure.caption = "; ".join(filter(None, about)) + "."
         header = ("panel", "row", "column", "rows", "columns", "max_abs", "rms", "frobenius", "zero_fraction")
         table = (row for t, a in zip(titles, arrays, strict=True) for row in _summary(t, a, names, rows, zero))
@@ -147,12 +152,12 @@ def block_norms_map(
     count = len(names)
     cell = int(DPI * min(max(7.0 / count, 0.36), 0.62))
     zero = _rounding(values)
-    shown = np.ma.masked_less_equal(values, zero)
+    masked = np.ma.masked_less_equal(values, zero)
     low, high = colour_range(values[values > zero], outside=0.0)
     with mpl.rc_context(STYLE):
         frame = Frame([""], cell, short_labels(names), title)
-        mappable = frame.draw(0, shown, low, high, 0.7)
-        rgb = mappable.to_rgba(shown)[..., :3]
+        mappable = frame.draw(0, masked, low, high, 0.7)
+        rgb = mappable.to_rgba(masked)[..., :3]
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
         luminance = linear @ (0.2126, 0.7152, 0.0722)
         for i, j in np.ndindex(count, count):
@@ -178,7 +183,7 @@ def pair_labels(pairs: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def row_chart(
-    who: str,
+    caller: str,
     labels: Sequence[str],
     series: Mapping[str, Sequence[float]],
     *,
@@ -204,7 +209,7 @@ def row_chart(
     low, high = colour_range(scaled[np.isfinite(scaled)], outside=0.0, span=300)
     low, high = low / 1.5, high * 1.5
     rows = np.arange(len(labels))
-    with picture(who, 6.5, 1.0 + (0.22 if len(values) == 1 else 0.26) * len(labels), path, layout="constrained") as figure:
+    with picture(caller, 6.5, 1.0 + (0.22 if len(values) == 1 else 0.26) * len(labels), path, layout="constrained") as figure:
         axes = figure.subplots()
         for k, (name, numbers) in enumerate(values.items()):
             inside = (numbers > 0) & np.isfinite(numbers)
@@ -214,12 +219,12 @@ def row_chart(
                 axes.barh(rows[inside], numbers[inside], height=0.6, color="0.75")
             else:
                 axes.plot(numbers[inside], at[inside], mark, color=colour, markersize=4, label=name)
-            for there, edge in ((numbers == 0, low), (np.isposinf(numbers), high)):
-                if there.any():
-                    x = np.full(int(there.sum()), edge)
-                    axes.plot(x, at[there], mark, color=colour, markersize=4, markerfacecolor="white", clip_on=False, zorder=3)
-        known = np.isfinite(ends).all(1) & (ends[:, 1] > ends[:, 0])
-        axes.hlines(rows[known], np.maximum(ends[known, 0], low), ends[known, 1], color=INK, linewidth=1.4)
+            for mask, edge in ((numbers == 0, low), (np.isposinf(numbers), high)):
+                if mask.any():
+                    x = np.full(int(mask.sum()), edge)
+                    axes.plot(x, at[mask], mark, color=colour, markersize=4, markerfacecolor="white", clip_on=False, zorder=3)
+        has_interval = np.isfinite(ends).all(1) & (ends[:, 1] > ends[:, 0])
+        axes.hlines(rows[has_interval], np.maximum(ends[has_interval, 0], low), ends[has_interval, 1], color=INK, linewidth=1.4)
         if line is not None:
             axes.axvline(line[0], color=FAINT, linewidth=0.8, linestyle="--", label=line[1])
         axes.set(xscale="log", xlim=(low, high), ylim=(len(labels) - 0.4, -0.6))

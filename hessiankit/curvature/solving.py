@@ -367,35 +367,35 @@ def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol:
     return B
 
 
-def _preconditioner(operator: TensorOperator, asked: Any, damping: float) -> Product | None:
+def _preconditioner(operator: TensorOperator, choice: Any, damping: float) -> Product | None:
     """Return v -> M v, or None."""
-    if asked is None:
+    if choice is None:
         return None
     size, dtype = operator.shape[0], operator.torch_dtype
-    if isinstance(asked, str):
-        check_name("solve", "preconditioner", asked, PRECONDITIONERS)
+    if isinstance(choice, str):
+        check_name("solve", "preconditioner", choice, PRECONDITIONERS)
         if not hasattr(operator, "approximation"):
             raise InputError(
-                f"solve: preconditioner={asked!r} needs the operator of a module, and this one is a {type(operator).__name__}; "
+                f"solve: preconditioner={choice!r} needs the operator of a module, and this one is a {type(operator).__name__}; "
                 "take hessian_operator(..., params=[...])"
             )
-        asked = operator.approximation(asked).inverse(damping)
-    if isinstance(asked, np.ndarray | Tensor):
-        asked = torch.as_tensor(asked, device=operator.device).detach().to(dtype)
-    diagonal = asked if isinstance(asked, Tensor) and asked.ndim != 2 else getattr(asked, "flat", None)
+        choice = operator.approximation(choice).inverse(damping)
+    if isinstance(choice, np.ndarray | Tensor):
+        choice = torch.as_tensor(choice, device=operator.device).detach().to(dtype)
+    diagonal = choice if isinstance(choice, Tensor) and choice.ndim != 2 else getattr(choice, "flat", None)
     if isinstance(diagonal, Tensor):
         if diagonal.shape != (size,) or not bool(torch.isfinite(diagonal).all()):
             raise InputError(f"solve: preconditioner has shape {tuple(diagonal.shape)}; expected a finite diagonal ({size},)")
-        asked = diagonal_operator(diagonal.detach().to(operator.device, dtype)).inverse(damping)
-    apply = asked.__matmul__ if hasattr(asked, "shape") and hasattr(asked, "__matmul__") else asked
-    if not callable(apply) or tuple(getattr(asked, "shape", (size, size))) != (size, size):
-        seen = tuple(asked.shape) if hasattr(asked, "shape") else type(asked).__name__
+        choice = diagonal_operator(diagonal.detach().to(operator.device, dtype)).inverse(damping)
+    apply = choice.__matmul__ if hasattr(choice, "shape") and hasattr(choice, "__matmul__") else choice
+    if not callable(apply) or tuple(getattr(choice, "shape", (size, size))) != (size, size):
+        seen = tuple(choice.shape) if hasattr(choice, "shape") else type(choice).__name__
         raise InputError(
             f"solve: preconditioner is {seen}; expected a diagonal ({size},), an operator ({size}, {size}) or a function"
         )
 
     def multiply(v: Tensor) -> Tensor:
-        on_the_host = hasattr(asked, "matvec") and not isinstance(asked, TensorOperator)  # an operator of SciPy
+        on_the_host = hasattr(choice, "matvec") and not isinstance(choice, TensorOperator)  # an operator of SciPy
         return torch.as_tensor(apply(v.double().cpu().numpy() if on_the_host else v)).detach().to(v)
 
     return multiply

@@ -80,12 +80,12 @@ def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[Pan
             continue
         for n in numbers:
             panel, _, _ = evaluation.panel(parts, n)
-            apart = panel.mirror() * panel.largest()
+            difference = panel.mirror() * panel.largest()
             check_finite(panel, evaluation.batches)
             if panel.top.start == panel.left.start:
                 diagonal = panel.data.diagonal().cpu().numpy().copy()
                 panel.data.fill_diagonal_(math.nan)
-                asymmetry, largest = np.fmax(asymmetry, apart), np.fmax(largest, np.abs(diagonal).max(initial=0.0))
+                asymmetry, largest = np.fmax(asymmetry, difference), np.fmax(largest, np.abs(diagonal).max(initial=0.0))
             _put(matrix, panel)
         matrix.flush()
         matrix[at, at] = diagonal
@@ -142,23 +142,23 @@ def _check_rows(path: Path, matrix: np.memmap, evaluation: Evaluation) -> None:
     """Raise if a random combination of the finished rows of a parameter is not a product with the Hessian, to rounding."""
     first, generator = evaluation.batches[0], torch.Generator().manual_seed(0)
     finished = [(name, rows) for name, rows in first.slices.items() if not bool(np.isnan(matrix.diagonal()[rows]).any())]
-    along = torch.zeros(len(finished) + 1, first.size, dtype=torch.float64, device="cpu")
-    along[-1].normal_(generator=generator)  # the size of H, of which the finished rows may be a small part
-    seen = torch.zeros_like(along)
+    directions = torch.zeros(len(finished) + 1, first.size, dtype=torch.float64, device="cpu")
+    directions[-1].normal_(generator=generator)  # the size of H, of which the finished rows may be a small part
+    products = torch.zeros_like(directions)
     step = max(1, SLAB // (8 * max(1, first.size)))
     for k, (_, rows) in enumerate(finished):
-        along[k, rows] = torch.randn(rows.stop - rows.start, generator=generator, dtype=torch.float64, device="cpu")
+        directions[k, rows] = torch.randn(rows.stop - rows.start, generator=generator, dtype=torch.float64, device="cpu")
         for start in range(rows.start, rows.stop, step):
             chunk = slice(start, min(start + step, rows.stop))
-            seen[k] += torch.from_numpy(along[k, chunk].numpy() @ matrix[chunk])
-    expected = torch.zeros_like(along)
+            products[k] += torch.from_numpy(directions[k, chunk].numpy() @ matrix[chunk])
+    expected = torch.zeros_like(directions)
     for batch in evaluation.batches:
         linearised = linearise(batch, gauss_newton=False)
-        expected += batch.share * linearised.product(along.to(first.device, first.dtype)).cpu().double()
+        expected += batch.share * linearised.product(directions.to(first.device, first.dtype)).cpu().double()
     eps, largest = torch.finfo(first.dtype).eps, float(expected.abs().max())
     for k, (name, _) in enumerate(finished):
         for other, columns in first.slices.items():
-            a, b = seen[k, columns], expected[k, columns]
+            a, b = products[k, columns], expected[k, columns]
             allowed = eps * max(AGREE * float(b.abs().max()), CANCELLED * largest)
             if not bool(((a - b).abs() <= allowed).all()):
                 raise InputError(

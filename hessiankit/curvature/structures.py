@@ -168,8 +168,8 @@ class StructuredOperator(TensorOperator):
 
 def diagonal_operator(values: Tensor) -> StructuredOperator:
     """Return a diagonal matrix from its entries (n,)."""
-    every = torch.arange(len(values), device=values.device)
-    return StructuredOperator(len(values), [diagonal(every, values)], values.dtype, values.device)
+    entries = torch.arange(len(values), device=values.device)
+    return StructuredOperator(len(values), [diagonal(entries, values)], values.dtype, values.device)
 
 
 class LowRankPlusDiagonal(TensorOperator):
@@ -193,9 +193,9 @@ class LowRankPlusDiagonal(TensorOperator):
         """Return (A + damping I)^-1 times the rows, (S, P), by the Woodbury identity."""
         D = self.diagonal + damping
         scaled = self.basis / D.unsqueeze(1)
-        kept = self.values != 0
-        inner = torch.diag(1 / self.values[kept]) + self.basis[:, kept].T @ scaled[:, kept]
-        return rows / D - (torch.linalg.solve(inner, (rows @ scaled[:, kept]).T)).T @ scaled[:, kept].T
+        nonzero = self.values != 0
+        inner = torch.diag(1 / self.values[nonzero]) + self.basis[:, nonzero].T @ scaled[:, nonzero]
+        return rows / D - (torch.linalg.solve(inner, (rows @ scaled[:, nonzero]).T)).T @ scaled[:, nonzero].T
 
     def _rows(self, rows: Tensor) -> Tensor:
         return rows * self.diagonal + (rows @ self.basis * self.values) @ self.basis.T

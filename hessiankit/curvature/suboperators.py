@@ -76,7 +76,7 @@ class BlockDiagonalOperator(SymmetricOperator):
         return out
 
 
-def labels(who: str, groups: Mapping[str, Tensor], size: int) -> Tensor:
+def labels(caller: str, groups: Mapping[str, Tensor], size: int) -> Tensor:
     """Return the number of each entry's group, (P,); the number of groups for an entry in none.
 
     Raises:
@@ -87,16 +87,16 @@ def labels(who: str, groups: Mapping[str, Tensor], size: int) -> Tensor:
     """
     numbers = torch.full((size,), len(groups), device="cpu")
     for n, (name, at) in enumerate(groups.items()):
-        taken = (numbers[at.cpu()] < n).nonzero()
-        if len(taken):
-            entry = int(at[taken[0]])
+        overlap = (numbers[at.cpu()] < n).nonzero()
+        if len(overlap):
+            entry = int(at[overlap[0]])
             other = list(groups)[int(numbers[entry])]
-            raise InputError(f"{who}: groups {other!r} and {name!r} share entry {entry}; pass disjoint groups")
+            raise InputError(f"{caller}: groups {other!r} and {name!r} share entry {entry}; pass disjoint groups")
         numbers[at.cpu()] = n
     return numbers
 
 
-def groups_by(who: str, by: Any, module: nn.Module | None, names: Collection[str]) -> Mapping[str, Any]:
+def groups_by(caller: str, by: Any, module: nn.Module | None, names: Collection[str]) -> Mapping[str, Any]:
     """Return the groups of a partition, or those given as a dict.
 
     >>> groups_by("example", lambda module, names: {name[0]: name for name in names}, None, ["weight"])
@@ -105,23 +105,23 @@ def groups_by(who: str, by: Any, module: nn.Module | None, names: Collection[str
     groups = by(module, names) if callable(by) and not isinstance(by, (type, nn.Module)) else by
     if not isinstance(groups, Mapping):
         raise InputError(
-            f"{who}: a partition gives a {type(groups).__name__}; pass a dict of groups, or a function that returns one"
+            f"{caller}: a partition gives a {type(groups).__name__}; pass a dict of groups, or a function that returns one"
         )
     return groups
 
 
-def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, slice]) -> Tensor:
+def positions(caller: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, slice]) -> Tensor:
     """Return the positions in a vector of parameters, ascending, of a name, a pattern, ``"name[index]"`` or a list of these.
 
     >>> positions("example", ["*.b", "a.w[0]"], {"a.w": (2, 2), "a.b": (2,)}, {"a.w": slice(0, 4), "a.b": slice(4, 6)}).tolist()
     [0, 1, 4, 5]
     """
-    parts = chosen(who, wanted, shapes)
-    every = [torch.arange(slices[name].start, slices[name].stop, device="cpu") for name in parts]
-    return torch.cat([at if rows is None else at[rows] for at, rows in zip(every, parts.values(), strict=True)]).unique()
+    parts = chosen(caller, wanted, shapes)
+    entries = [torch.arange(slices[name].start, slices[name].stop, device="cpu") for name in parts]
+    return torch.cat([at if rows is None else at[rows] for at, rows in zip(entries, parts.values(), strict=True)]).unique()
 
 
-def groups_of(who: str, by: str | Mapping[str, Any] | Partition, operator: Any, module: nn.Module | None) -> dict[str, Tensor]:
+def groups_of(caller: str, by: str | Mapping[str, Any] | Partition, operator: Any, module: nn.Module | None) -> dict[str, Tensor]:
     """Return the rows of each group in an operator, or in anything else with ``slices`` and ``shapes``, ascending.
 
     ``by`` is one of :data:`BY`; or group -> names, patterns or slices; or name -> group; or a partition that gives one of these.
@@ -137,17 +137,17 @@ def groups_of(who: str, by: str | Mapping[str, Any] | Partition, operator: Any, 
     {'WEIGHT': tensor([0, 1]), 'BIAS': tensor([2])}
     """
     if not hasattr(operator, "slices"):
-        raise InputError(f"{who}: by needs parameters by name, which a {type(operator).__name__} does not have; leave it out")
+        raise InputError(f"{caller}: by needs parameters by name, which a {type(operator).__name__} does not have; leave it out")
     if isinstance(by, str):
-        check_name(who, "by", by, BY)
+        check_name(caller, "by", by, BY)
         return {name: torch.arange(rows.start, rows.stop, device="cpu") for name, rows in operator.slices.items()}
     members: dict[str, list[Tensor]] = {}
-    for key, value in groups_by(who, by, module, operator.slices).items():
+    for key, value in groups_by(caller, by, module, operator.slices).items():
         if not isinstance(key, str):
-            raise InputError(f"{who}: by has the key {key!r}; expected names of groups, or of parameters")
+            raise InputError(f"{caller}: by has the key {key!r}; expected names of groups, or of parameters")
         of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.aliases or "[" in key)
         group, names = (value, key) if of_names else (key, value)
-        members.setdefault(group, []).append(positions(who, names, operator.shapes, operator.slices))
+        members.setdefault(group, []).append(positions(caller, names, operator.shapes, operator.slices))
     if not members:
-        raise InputError(f"{who}: by has no group; name some")
+        raise InputError(f"{caller}: by has no group; name some")
     return {name: torch.cat(rows).unique() for name, rows in members.items()}

@@ -131,11 +131,11 @@ class TensorOperator(LinearOperator):
             return self._rows(vectors.detach().unsqueeze(0))[0]
         return self._rows(vectors.detach().T).T
 
-    def _numpy_product(self, given: Any) -> np.ndarray[Any, Any]:
+    def _numpy_product(self, array: Any) -> np.ndarray[Any, Any]:
         try:
-            x = np.asarray(given)
+            x = np.asarray(array)
         except ValueError as error:  # rows of several lengths
-            raise InputError(f"{self._name}: cannot multiply with a {type(given).__name__}: {error}") from error
+            raise InputError(f"{self._name}: cannot multiply with a {type(array).__name__}: {error}") from error
         if not np.can_cast(x.dtype, self._numpy_dtype):
             raise InputError(f"{self._name}: the array is {x.dtype}, which {self._numpy_dtype} cannot hold; convert it")
         vectors = torch.from_numpy(np.array(x, dtype=self._numpy_dtype, order="C")).to(self.device, self.torch_dtype)

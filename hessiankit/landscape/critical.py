@@ -162,7 +162,7 @@ def critical_sharpness(
 
 
 def along_step(
-    who: str,
+    caller: str,
     optimizer: Optimizers,
     parameters: Mapping[str, Tensor],
     gradient: Tensor,
@@ -177,17 +177,17 @@ def along_step(
     ``loss_at`` takes a displacement (P,) in float64; ``groups`` are entries that are moved alone as well.
     """
     if passes < 2:
-        raise InputError(f"{who}: passes={passes}; the loss at the parameters and at one step take 2")
-    optimizers = listed(who, optimizer)
-    name, step = name_of(optimizers), next_steps(who, optimizers, parameters, gradient)
+        raise InputError(f"{caller}: passes={passes}; the loss at the parameters and at one step take 2")
+    optimizers = listed(caller, optimizer)
+    name, step = name_of(optimizers), next_steps(caller, optimizers, parameters, gradient)
     if not bool(step.any()) or not bool(torch.isfinite(step).all()):
         kind = "zero" if not bool(step.any()) else "NaN or infinite"
-        raise InputError(f"{who}: the next step of {name} is {kind}; pass its own parameters and data with a finite gradient")
+        raise InputError(f"{caller}: the next step of {name} is {kind}; pass its own parameters and data with a finite gradient")
     lr = max(float(group.get("lr", math.nan)) for member in optimizers for group in member.param_groups)
     wide = torch.float32 if step.device.type == "mps" else torch.float64
     loss = loss_at(torch.zeros_like(step, dtype=wide))
     if not math.isfinite(loss):
-        raise InputError(f"{who}: the loss is {loss}; nothing is above or below it")
+        raise InputError(f"{caller}: the loss is {loss}; nothing is above or below it")
 
     def sharpness_along(d: Tensor) -> CriticalSharpness:
         slope, square = float(gradient.to(wide) @ d.to(wide)), float(d.to(wide).square().sum())
@@ -221,15 +221,15 @@ def bracket(holds: Callable[[float], bool], t: float, limit: int) -> tuple[float
     return low, high, tests
 
 
-def next_steps(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
+def next_steps(caller: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
     """Return by how much optimizers would move the parameters that each holds; as :func:`next_step`."""
     if len(optimizers) > 1:  # what one optimizer does not hold stays where it is
-        places_of(who, optimizers, parameters)
-    return torch.stack([next_step(who, optimizer, parameters, gradient) for optimizer in optimizers]).sum(0)
+        places_of(caller, optimizers, parameters)
+    return torch.stack([next_step(caller, optimizer, parameters, gradient) for optimizer in optimizers]).sum(0)
 
 
 @torch.no_grad()
-def next_step(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
+def next_step(caller: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
     """Return by how much an optimizer would move some parameters with a gradient (P,); neither it nor they change.
 
     Copies of the parameters take the step, by a copy of the optimizer with its state.
@@ -243,7 +243,7 @@ def next_step(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], 
     closure = inspect.signature(inspect.unwrap(kind.step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise InputError(
-            f"{who}: the step of {kind.__name__} needs a closure, which evaluates the loss itself; pass another optimizer"
+            f"{caller}: the step of {kind.__name__} needs a closure, which evaluates the loss itself; pass another optimizer"
         )
     memo: dict[int, Any] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -260,6 +260,6 @@ def next_step(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], 
     try:
         twin.step()
     except Exception as error:
-        raise InputError(f"{who}: a step of a copy of {kind.__name__} failed: {type(error).__name__}: {error}") from error
+        raise InputError(f"{caller}: a step of a copy of {kind.__name__} failed: {type(error).__name__}: {error}") from error
     steps = [memo[id(p)].detach() - starts[id(p)] if id(p) in memo else torch.zeros_like(p) for p in parameters.values()]
     return torch.cat([step.reshape(-1) for step in steps]).to(gradient)

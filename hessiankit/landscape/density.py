@@ -121,15 +121,15 @@ class Density(WithDict):
 
 def density(measure: SpectralMeasure, scale: str, width: float | None, points: int | Tensor) -> Density:
     """Return the density of a measure; see :meth:`hessiankit.landscape.Spectrum.density`."""
-    who = "Spectrum.density"
-    check_name(who, "scale", scale, SCALES)
+    caller = "Spectrum.density"
+    check_name(caller, "scale", scale, SCALES)
     if width is not None and not (math.isfinite(width) and width > 0):
-        raise InputError(f"{who}: width={width}; expected a positive number, in the unit of the axis, or None")
+        raise InputError(f"{caller}: width={width}; expected a positive number, in the unit of the axis, or None")
     if isinstance(points, int) and points < 2:
-        raise InputError(f"{who}: points={points}; expected 2 or more")
+        raise InputError(f"{caller}: points={points}; expected 2 or more")
     if isinstance(points, Tensor) and (points.ndim != 1 or (scale == "log" and not bool((points > 0).all()))):
         raise InputError(
-            f"{who}: points has shape {tuple(points.shape)}; expected eigenvalues (n,), for scale='log' positive ones"
+            f"{caller}: points has shape {tuple(points.shape)}; expected eigenvalues (n,), for scale='log' positive ones"
         )
     masses = torch.cat([measure.located, measure.nodes[measure.weights > 0]])
     top = measure.scale or 1.0

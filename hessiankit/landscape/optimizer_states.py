@@ -116,7 +116,7 @@ def waits(optimizers: Sequence[Optimizer], *, for_state: bool = True) -> str:
     return ""
 
 
-def listed(who: str, optimizers: Optimizers) -> tuple[Optimizer, ...]:
+def listed(caller: str, optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one optimizer or several as a tuple, each without the wrapper of Accelerate.
 
     Raises:
@@ -128,7 +128,7 @@ def listed(who: str, optimizers: Optimizers) -> tuple[Optimizer, ...]:
             optimizer = inner
         unwrapped.append(optimizer)
     if not unwrapped:
-        raise InputError(f"{who}: the list of optimizers is empty; pass the optimizers that train the module")
+        raise InputError(f"{caller}: the list of optimizers is empty; pass the optimizers that train the module")
     return tuple(unwrapped)
 
 
@@ -145,7 +145,7 @@ class GroupEntry(NamedTuple):
     number: int
 
 
-def places_of(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, GroupEntry]:
+def places_of(caller: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, GroupEntry]:
     """Return the entry of each parameter, by identity.
 
     Raises:
@@ -160,9 +160,11 @@ def places_of(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str
     for name, p in parameters.items():
         count = len(places.get(id(p), ()))
         if count > 1:
-            raise InputError(f"{who}: {count} optimizers hold the parameter {name!r}; pass optimizers that share none")
+            raise InputError(f"{caller}: {count} optimizers hold the parameter {name!r}; pass optimizers that share none")
         if not count:
-            raise InputError(f"{who}: {names} does not hold the parameter {name!r}; pass params=[...] with those that it moves")
+            raise InputError(
+                f"{caller}: {names} does not hold the parameter {name!r}; pass params=[...] with those that it moves"
+            )
     return {name: places[id(p)][0] for name, p in parameters.items()}
 
 
@@ -173,14 +175,14 @@ def decay_note(decay: float, decoupled: bool) -> str:
     return f"without the weight decay, which adds {decay:g} to the Hessian's diagonal"
 
 
-def reader_of(who: str, optimizer: Optimizer) -> Reader:
+def reader_of(caller: str, optimizer: Optimizer) -> Reader:
     """Return the reader of an optimizer's class or of its base class if it inherits ``step``."""
     kind = type(optimizer)
     for optimizer_class, reader in READERS.items():
         if isinstance(optimizer, optimizer_class) and inspect.unwrap(kind.step) is inspect.unwrap(optimizer_class.step):
             return reader
     raise InputError(
-        f"{who}: no metric is known for {kind.__name__}: its state holds no positive P, or none with a documented form. Pass one "
-        f"of {', '.join(one.__name__ for one in READERS)} of torch, or P itself: diagonals by parameter, a function that returns "
-        "them, or a positive operator"
+        f"{caller}: no metric is known for {kind.__name__}: its state holds no positive P, or none with a documented form. Pass "
+        f"one of {', '.join(one.__name__ for one in READERS)} of torch, or P itself: diagonals by parameter, a function that "
+        "returns them, or a positive operator"
     )

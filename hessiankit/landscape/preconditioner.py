@@ -91,7 +91,7 @@ class PreconditionedOperator(SymmetricOperator):
         return self.root._rows(self.operator._rows(self.root._rows(rows)))
 
 
-def preconditioner_of(who: str, form: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
+def preconditioner_of(caller: str, form: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
     """Return the preconditioner that a user asked for, in one of :data:`FORMS`.
 
     ``matrix`` is the operator that it is for, with ``slices`` and ``shapes`` where parameters have names; ``module`` has the
@@ -105,31 +105,33 @@ def preconditioner_of(who: str, form: Any, matrix: Any, module: nn.Module | None
     if is_optimizer or is_function:
         if module is None:
             what = "an optimizer's parameters are those" if is_optimizer else "a function is called with the parameters"
-            raise InputError(f"{who}: {what} of a module; pass the module with its data")
+            raise InputError(f"{caller}: {what} of a module; pass the module with its data")
         parameters: dict[str, Tensor] = {name: module.get_parameter(name) for name in matrix.slices}
         if is_optimizer:
-            return optimizer_preconditioner(who, form, parameters, **like)
+            return optimizer_preconditioner(caller, form, parameters, **like)
         with torch.no_grad():
-            form = returned(f"{who}: preconditioner, called with a dict of the parameters,", form, parameters)
+            form = returned(f"{caller}: preconditioner, called with a dict of the parameters,", form, parameters)
     if isinstance(form, Mapping):
-        form = _flat(who, form, matrix)
+        form = _flat(caller, form, matrix)
     if isinstance(form, LinearOperator) or (isinstance(form, (Tensor, np.ndarray)) and form.ndim == 2):
         if tuple(form.shape) != (size, size):
-            raise InputError(f"{who}: preconditioner is {tuple(form.shape)}; expected ({size}, {size})")
-        return Preconditioner("operator", _root(who, form, **like))
+            raise InputError(f"{caller}: preconditioner is {tuple(form.shape)}; expected ({size}, {size})")
+        return Preconditioner("operator", _root(caller, form, **like))
     if not isinstance(form, (Tensor, np.ndarray)):
-        raise InputError(f"{who}: preconditioner is a {type(form).__name__}; expected {FORMS}")
+        raise InputError(f"{caller}: preconditioner is a {type(form).__name__}; expected {FORMS}")
     values = torch.as_tensor(form).detach().to(**like)
     if tuple(values.shape) != (size,):
-        raise InputError(f"{who}: preconditioner has shape {tuple(values.shape)}; expected a diagonal ({size},)")
+        raise InputError(f"{caller}: preconditioner has shape {tuple(values.shape)}; expected a diagonal ({size},)")
     if not bool((values > 0).all()) or not bool(torch.isfinite(values).all()):
-        raise InputError(f"{who}: the preconditioner's diagonal has an entry that is not a positive number; add a damping to it")
+        raise InputError(
+            f"{caller}: the preconditioner's diagonal has an entry that is not a positive number; add a damping to it"
+        )
     return Preconditioner("diagonal", diagonal_operator(values.rsqrt()))
 
 
 @torch.no_grad()
 def optimizer_preconditioner(
-    who: str, optimizer: Optimizers, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+    caller: str, optimizer: Optimizers, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
 ) -> Preconditioner:
     """Return the metric of an optimizer, or of several, for the entries of some parameters, which are recognised by identity.
 
@@ -140,18 +142,18 @@ def optimizer_preconditioner(
     >>> P.root.to_matrix().tolist(), round(P.threshold, 6), P.rule
     ([[1.0, 0.0], [0.0, 1.0]], 7.6, '2 (1 + momentum) / ((1 - dampening) lr)')
     """
-    optimizers = listed(who, optimizer)
-    names, readers = name_of(optimizers), {id(one): reader_of(who, one) for one in optimizers}
+    optimizers = listed(caller, optimizer)
+    names, readers = name_of(optimizers), {id(one): reader_of(caller, one) for one in optimizers}
     metrics: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
     largest, decays = 0.0, dict[tuple[float, bool], None]()
-    for parameter, (held_by, group, k) in places_of(who, optimizers, parameters).items():
+    for parameter, (held_by, group, k) in places_of(caller, optimizers, parameters).items():
         p, name, reader = parameters[parameter], type(held_by).__name__, readers[id(held_by)]
         if group.get("maximize"):
-            raise InputError(f"{who}: {name} has maximize=True and climbs; pass the optimizer of a loss that is minimised")
+            raise InputError(f"{caller}: {name} has maximize=True and climbs; pass the optimizer of a loss that is minimised")
         state = held_by.state.get(p, {})
         if reader is not sgd and not float(state.get("step", 0)):
             raise InputError(
-                f"{who}: {name} has moved {parameter!r} by no step, so its state holds no metric yet; take one, or leave it "
+                f"{caller}: {name} has moved {parameter!r} by no step, so its state holds no metric yet; take one, or leave it "
                 "out with params=[...]"
             )
         metric, factors, lr = reader(p, state, group), torch.ones_like(p), float(group["lr"])
@@ -164,16 +166,16 @@ def optimizer_preconditioner(
             decoupled = group.get("decoupled_weight_decay", isinstance(held_by, (AdamW, Adafactor)))
             decays[decay, bool(decoupled)] = None
     if not largest > 0:
-        raise InputError(f"{who}: the learning rate of {names} is {largest:g}, and nothing moves; set one above 0")
+        raise InputError(f"{caller}: the learning rate of {names} is {largest:g}, and nothing moves; set one above 0")
     fastest, rule = max((speed * float(factors.max()), metric.threshold) for metric, speed, factors in metrics)
     root = torch.cat([(speed / fastest * factors / metric.P).sqrt().reshape(-1) for metric, speed, factors in metrics])
     if not bool(torch.isfinite(root).all()):
-        raise InputError(f"{who}: {names} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
+        raise InputError(f"{caller}: {names} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
     notes = tuple(decay_note(decay, decoupled) for decay, decoupled in decays)
     return Preconditioner(names, diagonal_operator(root.to(device, dtype)), largest, 1 / fastest, rule, notes)
 
 
-def _root(who: str, P: Any, dtype: torch.dtype, device: torch.device) -> StructuredOperator:
+def _root(caller: str, P: Any, dtype: torch.dtype, device: torch.device) -> StructuredOperator:
     """Return P^(-1/2) of an operator or a matrix: by its structure where it has one, else of the dense matrix."""
     if not isinstance(P, StructuredOperator):
         dense = P.to_matrix() if isinstance(P, TensorOperator) else P
@@ -181,22 +183,22 @@ def _root(who: str, P: Any, dtype: torch.dtype, device: torch.device) -> Structu
         dense = torch.as_tensor(dense).detach().to(device, dtype)
         error, scale = float((dense - dense.T).abs().max()), float(dense.abs().max())
         if not error <= torch.finfo(dtype).eps ** 0.5 * scale:
-            raise InputError(f"{who}: the preconditioner and its transpose differ by {error:.1e}; pass a symmetric one")
+            raise InputError(f"{caller}: the preconditioner and its transpose differ by {error:.1e}; pass a symmetric one")
         P = StructuredOperator(len(dense), [dense_block(torch.arange(len(dense), device=device), dense)], dtype, device)
     smallest = min(float(part.values.min()) for part in P.structures) if not len(P.rest) else 0.0
     if not smallest > 0:
         raise InputError(
-            f"{who}: the preconditioner has an eigenvalue of {smallest:.3g}; pass a positive one, such as P + damping I"
+            f"{caller}: the preconditioner has an eigenvalue of {smallest:.3g}; pass a positive one, such as P + damping I"
         )
     return P.mapped(torch.rsqrt)
 
 
-def _flat(who: str, diagonals: Mapping[str, Any], matrix: Any) -> Tensor:
+def _flat(caller: str, diagonals: Mapping[str, Any], matrix: Any) -> Tensor:
     """Return a diagonal by name as one vector."""
     shapes = getattr(matrix, "shapes", {})
     kinds = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in diagonals.items()}
     parameter: Any = next((name for name in (*shapes, *kinds) if kinds.get(name) != shapes.get(name)), None)
     if parameter is not None or not shapes:
         shape = shapes.get(parameter, "no such parameter") if shapes else "an operator with parameters by name"
-        raise InputError(f"{who}: preconditioner has {kinds.get(parameter, 'nothing')} for {parameter!r}; expected {shape}")
+        raise InputError(f"{caller}: preconditioner has {kinds.get(parameter, 'nothing')} for {parameter!r}; expected {shape}")
     return torch.cat([diagonals[name].reshape(-1) for name in matrix.slices])

@@ -325,16 +325,16 @@ def _model(
 
 def _extent(holds: Callable[[float], bool], steps: list[float]) -> tuple[float, bool]:
     """Return the largest |t| up to which a model holds along steps of one sign, and whether it was seen not to hold beyond."""
-    good = 0.0
+    inside = 0.0
     for t in steps:
         if not holds(t):
-            bad = t
+            outside = t
             for _ in range(HALVINGS):
-                middle = (good + bad) / 2
-                good, bad = (middle, bad) if holds(middle) else (good, middle)
-            return abs(good), True
-        good = t
-    return abs(good), False
+                middle = (inside + outside) / 2
+                inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+            return abs(inside), True
+        inside = t
+    return abs(inside), False
 
 
 def _directions(lines: Any, batch: BatchLoss, seed: int) -> tuple[list[str], Tensor, tuple[str, ...]]:

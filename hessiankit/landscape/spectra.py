@@ -214,8 +214,8 @@ def _check(
     if k < 1 or bottom < 0:
         raise InputError(f"{WHO}: k={k}, bottom={bottom}; expected at least one eigenvalue, and bottom 0 or more")
     if (directions or density) and min(directions, steps) < 2:
-        asked = f"density={density}, directions={directions}, steps={steps}"
-        raise InputError(f"{WHO}: {asked}; a density with its error needs 2 or more of each, or pass directions=0 for none")
+        options = f"density={density}, directions={directions}, steps={steps}"
+        raise InputError(f"{WHO}: {options}; a density with its error needs 2 or more of each, or pass directions=0 for none")
     if tol is not None and not tol > 0:
         raise InputError(f"{WHO}: tol={tol}; expected a positive number, such as 1e-6")
     if most is not None and most < 2:
@@ -225,8 +225,8 @@ def _check(
 def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOperator:
     if isinstance(module, LinearOperator | Hessian):
         if inputs is not None or target is not None:
-            what = "a Hessian" if isinstance(module, Hessian) else "an operator"
-            raise InputError(f"{WHO}: {what} has its data; pass it alone, or the module with inputs and target")
+            result = "a Hessian" if isinstance(module, Hessian) else "an operator"
+            raise InputError(f"{WHO}: {result} has its data; pass it alone, or the module with inputs and target")
         return HessianMatrix(module) if isinstance(module, Hessian) else module
     if not isinstance(module, nn.Module):
         seen, known = type(module).__name__, "the model, hessian(...) or hessian_operator(...)"
@@ -249,9 +249,9 @@ def _spectrum(name: str, matrix: TensorOperator, P: Preconditioner | None, plan:
 def _full(matrix: TensorOperator, plan: SpectrumPlan) -> tuple[RitzPairs, SpectralMeasure]:
     """Return the wanted eigenpairs and all eigenvalues, of the dense matrix."""
     size, eps = matrix.shape[0], torch.finfo(matrix.torch_dtype).eps
-    what = f"all eigenvalues of {size:,} parameters"
+    request = f"all eigenvalues of {size:,} parameters"
     need, remedy = 3 * size**2 * matrix.torch_dtype.itemsize, "pass method='lanczos', or fewer params=[...]"
-    check_room(WHO, need, what, matrix.device, remedy)
+    check_room(WHO, need, request, matrix.device, remedy)
     H = matrix.to_matrix().double()
     if not bool(torch.isfinite(H).all()):
         raise InputError(f"{WHO}: products with the matrix are NaN or infinite, so it has no eigenvalues")
@@ -268,19 +268,19 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan) -> tuple[RitzPairs, Spectr
 
 def _lanczos(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> tuple[RitzPairs, SpectralMeasure]:
     """Return the wanted eigenpairs, and these with the nodes and weights of random directions, if any."""
-    wanted, size, eps = plan.top + plan.bottom, matrix.size, torch.finfo(matrix.torch_dtype).eps
-    basis = min(size, 2 * wanted + SPARE)
+    n_pairs, size, eps = plan.top + plan.bottom, matrix.size, torch.finfo(matrix.torch_dtype).eps
+    basis = min(size, 2 * n_pairs + SPARE)
     together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
-    vectors = max(basis, plan.steps * together if plan.directions else 0) + wanted
-    what = f"{vectors} vectors of {size:,} parameters"
+    vectors = max(basis, plan.steps * together if plan.directions else 0) + n_pairs
+    request = f"{vectors} vectors of {size:,} parameters"
     need, remedy = (
         vectors * matrix.shape[0] * matrix.torch_dtype.itemsize,
         "pass a smaller k, bottom or steps, or fewer params=[...]",
     )
-    check_room(WHO, need, what, matrix.device, remedy)
+    check_room(WHO, need, request, matrix.device, remedy)
 
     def after(products: int, converged: int) -> None:
-        tell(f"{name}: eigenpairs, {products} products", converged, wanted)
+        tell(f"{name}: eigenpairs, {products} products", converged, n_pairs)
 
     pairs = extreme_eigenpairs(
         matrix.__matmul__, _starts(matrix, [plan.seed])[0], top=plan.top, bottom=plan.bottom, tol=plan.tol, most=plan.most,
@@ -291,14 +291,14 @@ def _lanczos(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) 
         return pairs, SpectralMeasure(size, pairs.values, eps)
     U = holding().qr(pairs.vectors.T)[0].T  # converged vectors are orthogonal to the tolerance only
     norm = float(pairs.values.abs().max())
-    done: list[tuple[Tensor, Tensor]] = []
-    while len(done) < plan.directions:
-        count = min(together, plan.directions - len(done))
-        starts = _starts(matrix, [plan.seed + 1_000_003 * (len(done) + n + 1) for n in range(count)])
-        done += quadrature(matrix.__matmul__, starts, steps, against=U, norm=norm)
-        tell(f"{name}: density, directions", len(done), plan.directions)
+    quadratures: list[tuple[Tensor, Tensor]] = []
+    while len(quadratures) < plan.directions:
+        count = min(together, plan.directions - len(quadratures))
+        starts = _starts(matrix, [plan.seed + 1_000_003 * (len(quadratures) + n + 1) for n in range(count)])
+        quadratures += quadrature(matrix.__matmul__, starts, steps, against=U, norm=norm)
+        tell(f"{name}: density, directions", len(quadratures), plan.directions)
     nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64, device="cpu") for _ in range(2))
-    for row, (t, w) in enumerate(done):
+    for row, (t, w) in enumerate(quadratures):
         nodes[row, : len(t)], weights[row, : len(t)] = t, w
     return pairs, SpectralMeasure(size, pairs.values, eps, nodes, weights)
 

@@ -155,11 +155,11 @@ class Spectrum(Printed, WithDict):
         return {**super().to_dict(), **sums, "directions": len(self.measure.nodes)}
 
     def _headline(self) -> str:
-        what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
+        matrix = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
         how = "all eigenvalues" if self.method == "full" else f"{self.products:,} products"
-        off = "" if self.converged else "; NOT CONVERGED: see the residuals, raise max_products or tol"
+        warning = "" if self.converged else "; NOT CONVERGED: see the residuals, raise max_products or tol"
         loss = "" if self.loss != self.loss else f", loss {self.loss:.6g}"
-        return f"spectrum of the {what}, {self.size:,} parameters{loss}, {how}, {self.seconds:.2f} s{off}"
+        return f"spectrum of the {matrix}, {self.size:,} parameters{loss}, {how}, {self.seconds:.2f} s{warning}"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -189,8 +189,8 @@ class Spectrum(Printed, WithDict):
                 ranked="largest |eigenvalue|",
             )
         if len(self.measure.nodes):
-            wide = "wider where one eigenvalue is most of a sum (docs/intervals.md)"
-            yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions, {wide}")
+            interval_note = "wider where one eigenvalue is most of a sum (docs/intervals.md)"
+            yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions, {interval_note}")
         elif not self.measure.is_whole:
             yield Detail(f"trace, density and ranks: density=True, {COST}, which also look for multiple eigenvalues")
 

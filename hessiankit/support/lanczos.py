@@ -220,10 +220,10 @@ def extreme_eigenpairs(
         n, full = space.n, space.n == len(space.Q)
         columns = sorted({*range(n - min(top, n), n), *range(min(bottom, n))})
         scale = float(values.abs().max())
-        good = space.beta * vectors[-1, columns].abs() <= goal * scale
+        converged_pairs = space.beta * vectors[-1, columns].abs() <= goal * scale
         if n == size or space.taken >= most - verifying:
             break
-        if n >= pairs and bool(good.all()):
+        if n >= pairs and bool(converged_pairs.all()):
             new = old_values is None or bool(((values[columns] - old_values).abs() > tol * scale).any())
             if not again or (full and not new):
                 break
@@ -236,7 +236,7 @@ def extreme_eigenpairs(
             upper = extra if not bottom else 0 if not top else -(-extra // 2)
             restart_columns = {*range(n - top - upper, n), *range(bottom + extra - upper)}
             space.restart(sorted(restart_columns, reverse=True))
-        tell(space.taken, int(good.sum()))
+        tell(space.taken, int(converged_pairs.sum()))
     ends, weights = values[columns[::-1]], vectors[:, columns[::-1]]
     V = space.combine(weights)
     V = V / summed(V.square().sum(1, keepdim=True)).sqrt()
@@ -244,8 +244,8 @@ def extreme_eigenpairs(
     last = torch.zeros_like(ends) if again else space.beta * weights[-1]
     HV = ends.to(V).unsqueeze(1) * V + torch.outer(last.to(V), space.direction)
     rows, expected = (V, HV) if again else (V.sum(0, keepdim=True), HV.sum(0, keepdim=True))
-    seen = product(rows[0]).unsqueeze(0) if len(rows) == 1 else product(rows.T).T
-    residuals = last.abs() + summed((seen - expected).square().sum(1)).sqrt().double().cpu()
+    products_of_rows = product(rows[0]).unsqueeze(0) if len(rows) == 1 else product(rows.T).T
+    residuals = last.abs() + summed((products_of_rows - expected).square().sum(1)).sqrt().double().cpu()
     ok = len(V) == pairs and bool((residuals <= tol * scale).all())
     return RitzPairs(ends, V, residuals, space.taken + len(rows), ok)
 

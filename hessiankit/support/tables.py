@@ -218,22 +218,22 @@ def _fitted(full: Table, width: int, whole: bool) -> list[str]:
     """Return the table in the first of the forms of the module's text that fits."""
     if _total(_natural(full)) <= width:
         return _grid(full, _natural(full))
-    short = short_names(full.names)
-    narrow = replace(full, rows=tuple(tuple(_renamed(cell, short) for cell in row) for row in full.rows))
+    names = short_names(full.names)
+    renamed = replace(full, rows=tuple(tuple(_renamed(cell, names) for cell in row) for row in full.rows))
     headers: list[str] = []
     for header in ("", *(() if whole else full.drop)):
-        if header in narrow.headers:
-            narrow = _without(narrow, header)
+        if header in renamed.headers:
+            renamed = _without(renamed, header)
             headers.append(header)
-        widths = _squeezed(narrow, width)
+        widths = _squeezed(renamed, width)
         if widths is not None:
             note = f"columns left out at this width: {', '.join(headers)} (--table, a pipe or .table() has them)"
-            return [*_grid(narrow, widths), *(_filled(note, width) if headers else [])]
+            return [*_grid(renamed, widths), *(_filled(note, width) if headers else [])]
     return [line for row in full.rows for line in _stacked(full.headers, row, width)]
 
 
-def _renamed(cell: str, short: dict[str, str]) -> str:
-    return "".join(short.get(part, part) for part in re.split(r"( x |, | \| )", cell)) if short else cell
+def _renamed(cell: str, names: dict[str, str]) -> str:
+    return "".join(names.get(part, part) for part in re.split(r"( x |, | \| )", cell)) if names else cell
 
 
 def _without(one: Table, header: str) -> Table:
@@ -261,8 +261,8 @@ def _squeezed(one: Table, width: int) -> list[int] | None:
     widths = []
     for k, header in enumerate(one.headers):
         cells, prose = [row[k] for row in one.rows], header in one.prose
-        wide, word = (max(map(_width, texts), default=0) for texts in (cells, " ".join(cells).split()))
-        minimum = min(wide, max(min(word, WORD), PROSE)) if prose else wide
+        full_width, word = (max(map(_width, texts), default=0) for texts in (cells, " ".join(cells).split()))
+        minimum = min(full_width, max(min(word, WORD), PROSE)) if prose else full_width
         widths.append(max(minimum, *(_width(piece.strip()) for piece in _pieces(header))))
     spare = width - _total(widths)
     if spare < 0:

@@ -135,11 +135,11 @@ def identical(a: Any, b: Any, *, seed: int = 0) -> Equality:
         raise InputError(f"identical: the shapes are {tuple(left.shape)} and {tuple(right.shape)}; pass formulas of one shape")
     if left == right:
         return Equality(True, "form")
-    both = recorder.assignments(sympy.ImmutableDenseMatrix([left.flat(), right.flat()]), letters.inputs, letters.parameters)
-    chance = _chance(both, seed)
+    pair = recorder.assignments(sympy.ImmutableDenseMatrix([left.flat(), right.flat()]), letters.inputs, letters.parameters)
+    chance = _chance(pair, seed)
     if chance is not None:
         return Equality(True, "prime field", chance)
-    counterexample = _counterexample(both, left.shape[1], seed)
+    counterexample = _counterexample(pair, left.shape[1], seed)
     return Equality(counterexample is None, "digits", float("nan"), counterexample)
 
 
@@ -152,15 +152,15 @@ def _merge(recorder: Recorder, formula: Any, letters: Assignments, sizes: Mappin
     if not isinstance(formula, sympy.MatrixBase):
         numbers = {symbol: sizes[symbol.name] for symbol in formula.free_symbols if symbol.name in sizes}
         formula = formula.subs(numbers).as_explicit()
-    letter, known = _letters(letters), dict[sympy.Basic, sympy.Basic]()
+    letter, symbols = _letters(letters), dict[sympy.Basic, sympy.Basic]()
 
     def translate(expression: sympy.Basic) -> sympy.Basic:
-        if expression not in known:
+        if expression not in symbols:
             if isinstance(expression, (sympy.Symbol, MatrixElement)):
-                known[expression] = letter(expression)
+                symbols[expression] = letter(expression)
             else:
-                known[expression] = expression.func(*map(translate, expression.args)) if expression.args else expression
-        return known[expression]
+                symbols[expression] = expression.func(*map(translate, expression.args)) if expression.args else expression
+        return symbols[expression]
 
     matrix = sympy.ImmutableDenseMatrix(*formula.shape, [translate(entry) for entry in formula])
     return recorder.merge(Assignments((), matrix, letters.inputs, letters.parameters))
@@ -169,10 +169,10 @@ def _merge(recorder: Recorder, formula: Any, letters: Assignments, sizes: Mappin
 def _letters(listed: Assignments) -> Callable[[Any], sympy.Symbol]:
     """Return the map from a user's symbols and entries of matrices to the symbols of a derivation."""
     arrays = {name: symbols for letter, symbols in listed.inputs.items() for name in (letter, identifier(letter))}
-    known = {symbol.name: symbol for symbols in listed.inputs.values() for symbol in symbols}
+    by_name = {symbol.name: symbol for symbols in listed.inputs.values() for symbol in symbols}
     for symbol in listed.parameters:
         word = identifier(symbol.name)
-        known |= dict.fromkeys((symbol.name, word, word.replace("varepsilon", "eps")), symbol)
+        by_name |= dict.fromkeys((symbol.name, word, word.replace("varepsilon", "eps")), symbol)
 
     def letter(atom: Any) -> sympy.Symbol:
         if isinstance(atom, MatrixElement):
@@ -181,22 +181,22 @@ def _letters(listed: Assignments) -> Callable[[Any], sympy.Symbol]:
                 shapes = ", ".join(f"{identifier(name)} {symbols.shape}" for name, symbols in listed.inputs.items())
                 raise InputError(f"identical: {matrix} {matrix.shape} is no input; the inputs are {shapes}")
             return arrays[matrix.name][atom.i, atom.j]
-        if atom.name not in known:
-            raise InputError(f"identical: {atom} is no letter of the derivation{did_you_mean(atom.name, known)}")
-        return known[atom.name]
+        if atom.name not in by_name:
+            raise InputError(f"identical: {atom} is no letter of the derivation{did_you_mean(atom.name, by_name)}")
+        return by_name[atom.name]
 
     return letter
 
 
-def _chance(both: Assignments, seed: int) -> float | None:
+def _chance(pair: Assignments, seed: int) -> float | None:
     """Return a bound on the probability that two rows that differ agree as these do at random points; None if they do not."""
     agreements = 0
     for attempt in range(TRIES):
-        field = _Field(f"{seed}/{attempt}", dict(both.replacements))
+        field = _Field(f"{seed}/{attempt}", dict(pair.replacements))
         try:
-            for name, meaning in both.replacements:
+            for name, meaning in pair.replacements:
                 field.values[name] = field(meaning)
-            pairs = [(field(u), field(v)) for u, v in zip(both.matrix.row(0), both.matrix.row(1), strict=True)]
+            pairs = [(field(u), field(v)) for u, v in zip(pair.matrix.row(0), pair.matrix.row(1), strict=True)]
         except ValueError:  # a root or a reciprocal that does not exist at this point
             continue
         if any(u.number != v.number for u, v in pairs):
@@ -318,19 +318,19 @@ def _is_square(number: int) -> bool:
     return pow(number, (P - 1) // 2, P) in (0, 1)
 
 
-def _counterexample(both: Assignments, columns: int, seed: int) -> Counterexample | None:
+def _counterexample(formulas: Assignments, columns: int, seed: int) -> Counterexample | None:
     """Return a real point at which two rows differ, with the entry that differs most, or None if all digits agree.
 
     Where cases are distinguished, several points are tried.
     """
     generator = random.Random(seed)
-    expressions = [*(meaning for _, meaning in both.replacements), *both.matrix]
+    expressions = [*(meaning for _, meaning in formulas.replacements), *formulas.matrix]
     present = {symbol for expression in expressions for symbol in expression.free_symbols}
-    symbols = [*dict.fromkeys(s for letters in both.inputs.values() for s in letters if s in present)]
+    symbols = [*dict.fromkeys(s for letters in formulas.inputs.values() for s in letters if s in present)]
     for _ in range(32 if any(e.has(sympy.Piecewise, sympy.Abs) for e in expressions) else 1):
         point = {s: sympy.Rational(generator.randint(-96, 96), 64) for s in symbols}
-        point |= {s: sympy.Rational(generator.randint(16, 96), 64) for s in both.parameters if s in present}
-        values = both.evalf(DIGITS, subs=point)
+        point |= {s: sympy.Rational(generator.randint(16, 96), 64) for s in formulas.parameters if s in present}
+        values = formulas.evalf(DIGITS, subs=point)
         gaps = [abs(u - v) for u, v in zip(values.row(0), values.row(1), strict=True)]
         largest = max(range(len(gaps)), key=lambda k: gaps[k])
         if gaps[largest] > sympy.Float(10, DIGITS) ** (-DIGITS * 3 // 4) * max(1, *map(abs, values)):

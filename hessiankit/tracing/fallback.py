@@ -193,8 +193,8 @@ class AutomaticDifferentiation(Primitive):
         right = min((name for name in distances if clear and distances[name] <= margin), key=distances.__getitem__, default=None)
         if right is not None:
             if len(results) == 2 and max(distances.values()) > margin:
-                (wrong,) = set(results) - {right}
-                self._proof.remark = f" (by {right}: {wrong} is wrong by {gap:.2g})"
+                (rejected,) = set(results) - {right}
+                self._proof.remark = f" (by {right}: {rejected} is wrong by {gap:.2g})"
             return right, results[right]
         of = "its value" if order == "first" else "its gradient"
         evidence = "; ".join(

@@ -200,7 +200,7 @@ def can_record() -> bool:
         (getattr(_INTERNALS, "_functorch", None), "get_unwrapped"),
         (getattr(_INTERNALS, "_functorch", None), "maybe_current_level"),
     )
-    return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in internals)
+    return enable_python_dispatcher is not None and all(hasattr(owner, name) for owner, name in internals)
 
 
 def _moves(*arguments: Any) -> bool:

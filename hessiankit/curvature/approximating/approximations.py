@@ -129,9 +129,9 @@ def approximations(
     check_name(WHO, "method", method, METHODS)
     selected = None if of is None else list(of)
     groupings = {"tensor": parameters, **(partitions or {})}
-    known = tuple(dict.fromkeys(("identity", "diagonal", *groupings, *APPROXIMATIONS)))
+    all_names = tuple(dict.fromkeys(("identity", "diagonal", *groupings, *APPROXIMATIONS)))
     for name in selected or ():
-        check_name(WHO, "of", name, known)
+        check_name(WHO, "of", name, all_names)
     for name, value, least in (("rank", rank, 1), ("minibatch", minibatch, 1), ("products", products, 6)):
         if value < least:
             raise InputError(f"{WHO}: {name}={value}; pass {least} or more")
@@ -141,9 +141,9 @@ def approximations(
     batches = read_request(module, inputs, target, kind=against, seed=seed, draws=draws, **asked).together()
     point = Point(module, batches, against, batch_size, method, damping, products, minibatch, rank, seed, groupings)
     notes: list[str] = []
-    found: dict[str, Approximation] = {}
-    wanted = [name for name in known if name == "identity" or selected is None or name in selected]
-    for name in wanted:
+    results: dict[str, Approximation] = {}
+    selection = [name for name in all_names if name == "identity" or selected is None or name in selected]
+    for name in selection:
         try:
             model, about = point.model(name)
         except InputError as error:
@@ -152,13 +152,13 @@ def approximations(
             notes.append(f"{name} left out: {error}")
             continue
         power = 0.5 if name in ("adam", "shampoo", "muon") else 1.0
-        found[name] = Approximation(name, about, model.numbers, power, point.truth.measure(model, power), model)
+        results[name] = Approximation(name, about, model.numbers, power, point.truth.measure(model, power), model)
     truth = point.truth
     pairs, spectral_pairs = truth.pairs if isinstance(truth, DenseTruth) else (None, None)
     notes += truth.notes if isinstance(truth, ProductTruth) else []
     return ApproximationsReport(
         against, point.size, tuple(point.slices), point.operator.loss, truth.damping, truth.least, truth.spectral,
-        truth.frobenius, found, pairs, spectral_pairs, tuple(dict.fromkeys(notes)), time.perf_counter() - start,
+        truth.frobenius, results, pairs, spectral_pairs, tuple(dict.fromkeys(notes)), time.perf_counter() - start,
     )  # fmt: skip
 
 
@@ -233,10 +233,10 @@ class Point:
             raise InputError("exact blocks are cut from the exact matrix; pass method='dense', or fewer params")
         if name == "low-rank":
             return self._low_rank(), f"top {min(self.rank, self.size - 1)} eigenpairs, diagonal of the rest"
-        every = torch.arange(self.size, device=self.device)
+        entries = torch.arange(self.size, device=self.device)
         makers: dict[str, Callable[[], list[Structure]]] = {
             "identity": lambda: [],
-            "diagonal": lambda: [diagonal(every, self.exact_diagonal)],
+            "diagonal": lambda: [diagonal(entries, self.exact_diagonal)],
             "kfac": lambda: self.factors.kfac(),
             "ekfac": lambda: self.factors.ekfac(),
             "adam": lambda: self.moments.adam(),
@@ -254,8 +254,8 @@ class Point:
 
     def _blocks(self, partition: Partition) -> list[Structure]:
         blocks: list[Structure] = []
-        for wanted in groups_by(WHO, partition, self.module, self.slices).values():
-            at = positions(WHO, wanted, self.shapes, self.slices).to(self.device)
+        for group in groups_by(WHO, partition, self.module, self.slices).values():
+            at = positions(WHO, group, self.shapes, self.slices).to(self.device)
             blocks.append(dense_block(at, self.matrix[at.unsqueeze(1), at]))
         return blocks
 

@@ -66,10 +66,14 @@ class GaussNewtonBackend:
             )
         batches = read_request(self.model, _inputs(x), y, **options).together()
         factors = {w.parameter: w for w in KroneckerFactors(batches).weights if w.at is None}
-        others = {name: p for name, p in batches[0].parameters.items() if name not in factors}
-        if bad := [name for name, p in others.items() if p.ndim != 1]:
-            raise InputError(f"{WHO}: {bad[0]!r} has no Kronecker factors; freeze it, or take hessian_structure='diag'")
-        rest = hessian_diagonal(self.model, _inputs(x), y, **{**self._options(), "params": list(others)}).values if others else {}
+        unfactored = {name: p for name, p in batches[0].parameters.items() if name not in factors}
+        if unsupported := [name for name, p in unfactored.items() if p.ndim != 1]:
+            raise InputError(f"{WHO}: {unsupported[0]!r} has no Kronecker factors; freeze it, or take hessian_structure='diag'")
+        rest = (
+            hessian_diagonal(self.model, _inputs(x), y, **{**self._options(), "params": list(unfactored)}).values
+            if unfactored
+            else {}
+        )
         blocks = []
         for name in batches[0].parameters:
             w = factors.get(name)

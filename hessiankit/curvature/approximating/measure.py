@@ -195,9 +195,9 @@ class ProductTruth:
         else:
             step = model.mapped(lambda v: (v + damping).clamp(min=0) ** -power)._rows(g)[0]
             condition = self._condition(model.mapped(lambda v: (v + damping).clamp(min=0) ** (-power / 2)))
-        known = bool(torch.isfinite(step).all())
-        along, condition = (cosine(self.step, step), condition) if known else (math.nan, math.inf)
-        return Measures(Estimate(relative, width), error, math.nan, along, condition)
+        is_known = bool(torch.isfinite(step).all())
+        step_cosine, condition = (cosine(self.step, step), condition) if is_known else (math.nan, math.inf)
+        return Measures(Estimate(relative, width), error, math.nan, step_cosine, condition)
 
     def _condition(self, root: StructuredOperator) -> float:
         def product(v: Tensor) -> Tensor:

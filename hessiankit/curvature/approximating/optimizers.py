@@ -41,8 +41,8 @@ class MiniBatchMoments:
 
     def __init__(self, gradients: Tensor, minibatch: int, shapes: dict[str, tuple[int, ...]], slices: dict[str, slice]) -> None:
         mean = gradients.mean(0, keepdim=True)
-        own = gradients * (1.0 / (len(gradients) * minibatch)) ** 0.5
-        self.rows = torch.cat([own, (1.0 - 1.0 / minibatch) ** 0.5 * mean]) if minibatch > 1 else own
+        scaled = gradients * (1.0 / (len(gradients) * minibatch)) ** 0.5
+        self.rows = torch.cat([scaled, (1.0 - 1.0 / minibatch) ** 0.5 * mean]) if minibatch > 1 else scaled
         self.mean, self.shapes, self.slices = mean[0], shapes, slices
 
     def adam(self) -> list[Structure]:

@@ -42,8 +42,8 @@ class Approximation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python numbers, without the errors by pair; infinite and unknown ones as None."""
-        own = {name: x for name, x in vars(self.measures).items() if not name.endswith("pairs")}
-        return plain({"about": self.about, "numbers": self.numbers, "power": self.power, **own}, lambda _: None)  # type: ignore[no-any-return]
+        numbers = {name: x for name, x in vars(self.measures).items() if not name.endswith("pairs")}
+        return plain({"about": self.about, "numbers": self.numbers, "power": self.power, **numbers}, lambda _: None)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -123,14 +123,14 @@ class ApproximationsReport(Printed):
         with picture("plot", 7.5, 0.6 + 0.26 * len(rows), path, layout="constrained") as figure:
             axes = figure.subplots(1, 3, sharey=True)
             for axis, (title, values, scale) in zip(axes, panels, strict=True):
-                shown = [v if math.isfinite(v) else 0.0 for v in values]
+                heights = [v if math.isfinite(v) else 0.0 for v in values]
                 if title.startswith("$"):
-                    shown = [min(v, 2.0) for v in shown]
-                    axis.set_xlim(0, 1.05 * max(1.0, *shown))
-                axis.barh([r.name for r in rows], shown, color="0.75", height=0.7)
+                    heights = [min(v, 2.0) for v in heights]
+                    axis.set_xlim(0, 1.05 * max(1.0, *heights))
+                axis.barh([r.name for r in rows], heights, color="0.75", height=0.7)
                 axis.set_xscale(scale)
                 if scale == "log":
-                    axis.set_xlim(1, 2 * max(5.0, *shown))
+                    axis.set_xlim(1, 2 * max(5.0, *heights))
                 axis.set_title(title, fontsize=8)
                 for y, value in enumerate(values):
                     number = f"{value:.0f}" if 100 <= value < 1e5 else f"{value:.2g}"
@@ -151,9 +151,9 @@ class ApproximationsReport(Printed):
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for one in self.found.values():
-            shown = map(_shown, _values(one)[2:])
+            cells = map(_shown, _values(one)[2:])
             m = one.measures
-            yield one.name, one.about, f"{one.numbers:,}", f"{m.frobenius:.3g}", f"{m.spectral:.3g}", *shown
+            yield one.name, one.about, f"{one.numbers:,}", f"{m.frobenius:.3g}", f"{m.spectral:.3g}", *cells
 
     def _headline(self) -> str:
         exact = "estimated by products" if self.is_estimate else "exact"

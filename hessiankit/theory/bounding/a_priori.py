@@ -46,11 +46,11 @@ def in_float64(module: Block) -> Block:
     """
     if not any(x.is_floating_point() and x.dtype != torch.float64 for x in (*module.parameters(), *module.buffers())):
         return module
-    wide = copy.deepcopy(module)
-    for part in wide.modules():
+    converted = copy.deepcopy(module)
+    for part in converted.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
             part.eps = norm_of(part, next(part.parameters(), next(module.parameters())).dtype)[2]
-    return wide.double()
+    return converted.double()
 
 
 def a_priori(

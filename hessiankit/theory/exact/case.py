@@ -82,12 +82,12 @@ class Comparison:
         if reason is not None:
             return reason, 0
         pairs = list(zip(array.reshape(-1), self.expected.reshape(-1), strict=True))
-        wrong = [(c, e) for c, e in pairs if c != e]
+        unequal = [(c, e) for c, e in pairs if c != e]
         degree = max((d.degree for d in (c - e for c, e in pairs) if isinstance(d, Residue)), default=0)
-        if not wrong:
+        if not unequal:
             return None, degree
-        first = f"first: {wrong[0][0]}, expected {wrong[0][1]}"
-        return f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", degree
+        first = f"first: {unequal[0][0]}, expected {unequal[0][1]}"
+        return f"{self.label} differs in {len(unequal)} of {len(pairs)} entries ({first})", degree
 
     def _not_comparable(self, array: Any) -> str | None:
         """Return why an array cannot be compared with the expected one, or None."""

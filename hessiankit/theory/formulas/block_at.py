@@ -127,9 +127,9 @@ class BlockAt:
         if not isinstance(part, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
             raise InputError(f"derive: {dotted} is a {type(part).__name__}, which has no chapter; use layernorm or rmsnorm")
         names = {"gamma": f"{dotted}.weight", "beta": f"{dotted}.bias"}
-        names = {argument: where for argument, where in names.items() if where in self.parameters}
-        arrays = {argument: self.parameters[where] for argument, where in names.items()}
-        renamed = {argument: self.symbols[where] for argument, where in names.items()}
+        names = {argument: parameter for argument, parameter in names.items() if parameter in self.parameters}
+        arrays = {argument: self.parameters[parameter] for argument, parameter in names.items()}
+        renamed = {argument: self.symbols[parameter] for argument, parameter in names.items()}
         kind, groups, own_eps = norm_of(part, getattr(X.value, "dtype", None))
         eps: Any = Fraction(repr(own_eps)) if is_exact(X.value) else own_eps
         eps = eps if self.exact.eps is None else self.exact.eps(name, X.value, part)
@@ -152,8 +152,8 @@ def norm_alphabet(name: str, X: str, gain: str = r"\gamma") -> dict[str, str]:
     """
     ring = marked("mathring", base_of(X))
     rows = {r"\hat X": ring, r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring})"}
-    own = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": gain}
-    return {**rows, **own, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
+    letters = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": gain}
+    return {**rows, **letters, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
 
 
 def norm_names(name: str, X: str) -> Names:
@@ -259,8 +259,8 @@ def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -
 def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array, Array]:
     """Return cosines and sines, each L x d_K / 2, in the precision of the values that they rotate, or exact."""
     if not isinstance(like, Tensor):
-        by = [sympy.Rational(theta) ** sympy.Rational(-2 * i, width) for i in range(width // 2)]
-        exact = np.array([[position * angle for angle in by] for position in range(length)], dtype=object)
+        frequencies = [sympy.Rational(theta) ** sympy.Rational(-2 * i, width) for i in range(width // 2)]
+        exact = np.array([[position * angle for angle in frequencies] for position in range(length)], dtype=object)
         return symbolic("cos", exact), symbolic("sin", exact)
     half = angles(length, width, theta).to(like.device)
     return half.cos().to(like.dtype), half.sin().to(like.dtype)

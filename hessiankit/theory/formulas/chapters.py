@@ -98,10 +98,10 @@ class Chapter:
 
 def _sizes(shapes: Mapping[str, tuple[str, ...]], point: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of a point by their letters; those of an axis such as "g d_g" from the number of groups."""
-    found = {axis: n for name, axes in shapes.items() for axis, n in zip(axes, shape_of(point[name]), strict=True)}
+    sizes = {axis: n for name, axes in shapes.items() for axis, n in zip(axes, shape_of(point[name]), strict=True)}
     if "groups" in options:
-        found |= {"g": options["groups"], "d_g": found.pop("g d_g") // options["groups"]}
-    return {"L": len(options.get("tokens") or ()), **found}
+        sizes |= {"g": options["groups"], "d_g": sizes.pop("g d_g") // options["groups"]}
+    return {"L": len(options.get("tokens") or ()), **sizes}
 
 
 def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:

@@ -217,6 +217,6 @@ def _left(Z: Stage, loss: str | None, symbols: Sequence[str]) -> str:
 def _symbols_for(letter: str, shape: tuple[int, ...]) -> Array:
     """Return an array of real symbols with indices from 1."""
     entries = np.empty(shape, dtype=object)
-    for where in np.ndindex(shape):
-        entries[where] = sympy.Symbol(indexed(letter, where), real=True)
+    for index in np.ndindex(shape):
+        entries[index] = sympy.Symbol(indexed(letter, index), real=True)
     return entries

@@ -71,9 +71,9 @@ class Subject:
 def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *, branch: bool = False) -> Subject:
     """Return a block's output as a subject, or with ``branch`` that of its attention, S."""
     if not isinstance(block, TransformerBlock):
-        where = next(name for name, part in block.named_modules() if isinstance(part, TransformerBlock))
-        dotted, _, number = where.rpartition(".")
-        one = f"pass one of them, such as model.{f'{dotted}[{number}]' if number.isdigit() else where}"
+        path = next(name for name, part in block.named_modules() if isinstance(part, TransformerBlock))
+        dotted, _, number = path.rpartition(".")
+        one = f"pass one of them, such as model.{f'{dotted}[{number}]' if number.isdigit() else path}"
         raise InputError(f"derive: a {type(block).__name__} is a stack, and a formula is of one block; {one}")
     check_tensors(block, dict(block.named_parameters()), one_dtype=True)
     parameters = {name: p for name, p in block.named_parameters() if not branch or name.startswith("attention.")}
@@ -111,10 +111,10 @@ class _OfBlock:
 
     def numbers(self) -> dict[Symbol, float]:
         """The values of the letters of numbers: eps, the factor of the logits, and the block's factor."""
-        written, numbers = spelling(self.block), dict(self._epsilons().values())
-        if written is not None:
-            (letter,) = written[0].free_symbols
-            numbers[letter] = float(solve(written[0] - self.block.factor, letter)[0])
+        factor, numbers = spelling(self.block), dict(self._epsilons().values())
+        if factor is not None:
+            (letter,) = factor[0].free_symbols
+            numbers[letter] = float(solve(factor[0] - self.block.factor, letter)[0])
         return numbers | {SCALE: self.block.attention.d_k**-0.5}
 
     def sizes(self, length: int) -> dict[str, int]:

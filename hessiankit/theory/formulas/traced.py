@@ -179,10 +179,10 @@ class _Stages:
         while isinstance(makers[top].primitive, (Reshape, Cast)):
             (top,) = makers[top].inputs  # type: ignore[assignment]
         for a in self.trace.applications:
-            known = {id(value.stage) for value in self.values.values()}
+            stages = {id(value.stage) for value in self.values.values()}
             self.symbol = "Z" if a.output == top else f"Y^{{({self.count + 1})}}"
             self.values[a.output] = self.apply(a, tuple(self.trace.values[a.output].shape))
-            self.count += id(self.values[a.output].stage) not in known
+            self.count += id(self.values[a.output].stage) not in stages
         return self.matrix(self.values[self.trace.output], "Z")
 
     def apply(self, a: Application, shape: Shape) -> Entries:
@@ -269,8 +269,8 @@ class _Stages:
         places = torch.arange(n, device="cpu").reshape(shape).split([part.shape[dim] for part in parts], dim)
         maps = []
         for X, place in zip(stages, places, strict=True):
-            taken = Selection(place.reshape(-1).tolist(), n, f"P_{{{X.symbol}}}")
-            maps.append(Renamed(LinearMapAt(X.value, taken.T, rows_of(shape)), {"X": X.symbol}))
+            selection = Selection(place.reshape(-1).tolist(), n, f"P_{{{X.symbol}}}")
+            maps.append(Renamed(LinearMapAt(X.value, selection.T, rows_of(shape)), {"X": X.symbol}))
         rule = r"\text{side by side: }" + r",\ ".join(X.symbol for X in stages)
         return self.stage(Total(*maps), {X.symbol: X for X in stages}, rule, shape)
 
@@ -309,18 +309,20 @@ class _Stages:
     ) -> Entries:
         """Return a new stage; parameters that it reads are arguments under their own letters."""
         symbols = [stage.symbol for stage in reads.values()]
-        own = {name: s.symbol for name, s in reads.items() if isinstance(s.operation, Variable) and symbols.count(s.symbol) == 1}
-        operation = Renamed(at, own) if own else at
+        parameter_symbols = {
+            name: s.symbol for name, s in reads.items() if isinstance(s.operation, Variable) and symbols.count(s.symbol) == 1
+        }
+        operation = Renamed(at, parameter_symbols) if parameter_symbols else at
         alphabet = {**{name: stage.symbol for name, stage in reads.items()}, **(letters or {})}
-        inner = {name: stage for name, stage in reads.items() if name not in own}
+        inner = {name: stage for name, stage in reads.items() if name not in parameter_symbols}
         return Entries(Stage(symbol or self.symbol, operation, inner, alphabet, rule, names), shape)
 
     def selection(self, x: Entries, choice: Callable[[Tensor], Tensor]) -> Entries:
         """Return entries of an array as ``choice`` takes them from it."""
         positions = torch.arange(prod(x.shape), device="cpu") if x.positions is None else x.positions
-        taken = choice(positions.double().reshape(x.shape))
-        chosen, every = taken.long().reshape(-1), torch.arange(size(shape_of(x.stage.value)), device="cpu")
-        return Entries(x.stage, tuple(taken.shape), None if torch.equal(chosen, every) else chosen)
+        chosen_positions = choice(positions.double().reshape(x.shape))
+        chosen, identity = chosen_positions.long().reshape(-1), torch.arange(size(shape_of(x.stage.value)), device="cpu")
+        return Entries(x.stage, tuple(chosen_positions.shape), None if torch.equal(chosen, identity) else chosen)
 
     def matrix(self, x: Entries, symbol: str | None = None) -> Stage:
         """Return entries as a stage whose value is a matrix of rows, under a symbol of its own where it is a new one."""
@@ -332,8 +334,8 @@ class _Stages:
             n, k = size(shape_of(x.stage.value)), len(self.matrices) + 1
             matrix = Identity(n) if x.positions is None else Selection(x.positions.tolist(), n, f"P_{{{k}}}")
             rule = rf"\text{{entries of }}{x.stage.symbol}\text{{, vec}}_r = P_{{{k}}}\text{{vec}}_r"
-            taken = LinearMapAt(x.stage.value, matrix, shape)
-            self.matrices[key] = Stage(symbol or f"X^{{({k})}}", taken, {"X": x.stage}, {"X": x.stage.symbol}, rule)
+            linear_map = LinearMapAt(x.stage.value, matrix, shape)
+            self.matrices[key] = Stage(symbol or f"X^{{({k})}}", linear_map, {"X": x.stage}, {"X": x.stage.symbol}, rule)
         return self.matrices[key]
 
     def transpose(self, W: Stage) -> Stage:
@@ -341,8 +343,8 @@ class _Stages:
         key = (id(W), "transposed")
         if key not in self.matrices:
             rows, columns = shape_of(W.value)
-            taken = LinearMapAt(W.value, Commutation(columns, rows), (columns, rows))
-            self.matrices[key] = Stage(rf"{W.symbol}^\top", taken, {"X": W}, {"X": W.symbol})
+            linear_map = LinearMapAt(W.value, Commutation(columns, rows), (columns, rows))
+            self.matrices[key] = Stage(rf"{W.symbol}^\top", linear_map, {"X": W}, {"X": W.symbol})
         return self.matrices[key]
 
     def value(self, at: int) -> Entries:

@@ -18,10 +18,10 @@ from hessiankit.training.by_partition.partitions import heads, layers, members, 
 WORDS = {"neuron": neurons, "head": heads, "module": modules, "layer": layers, "type": types}
 
 
-def partition_of(who: str, by: Any) -> Any:
+def partition_of(caller: str, by: Any) -> Any:
     """Return the partition of a word or of block types; other arguments unchanged."""
     if isinstance(by, str) and by not in BY:
-        check_name(who, "by", by, (*BY, *WORDS))
+        check_name(caller, "by", by, (*BY, *WORDS))
         return WORDS[by]
     if isinstance(by, Mapping):
         from hessiankit.training.partition import BlockTypes

@@ -155,15 +155,17 @@ def are_pre_norm(blocks: Blocks, run: Callable[[], object]) -> bool:
         run()
     for block in blocks.modules:
         inside = {id(m) for m in block.modules()}
-        own = [call for call in calls if id(call.module) in inside]
-        whole = next(call for call in own if call.module is block)
-        assert whole.x is not None
-        takes = [call for call in own if id(call.module) in norms and call.x is not None and call.x.shape == whole.x.shape]
-        outputs = [call.y for call in own if call.module is not block]
+        inner_calls = [call for call in calls if id(call.module) in inside]
+        block_call = next(call for call in inner_calls if call.module is block)
+        assert block_call.x is not None
+        takes = [
+            call for call in inner_calls if id(call.module) in norms and call.x is not None and call.x.shape == block_call.x.shape
+        ]
+        outputs = [call.y for call in inner_calls if call.module is not block]
         if (
             not takes
-            or not _is_same(whole.x, takes[0].x)
-            or any(_is_same(whole.y, call.y) for call in takes if whole.y is not None)
+            or not _is_same(block_call.x, takes[0].x)
+            or any(_is_same(block_call.y, call.y) for call in takes if block_call.y is not None)
         ):
             return False
         if any(call.x is y for call in takes for y in outputs):
@@ -284,8 +286,8 @@ def check_finite(stream: Stream, blocks: Blocks) -> None:
     """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
     for k, x in enumerate(stream.states):
         if not bool(torch.isfinite(x).all()):
-            where = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
-            raise InputError(f"{WHO}: {where} is NaN or infinite, expected finite numbers; look for the cause there")
+            place = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
+            raise InputError(f"{WHO}: {place} is NaN or infinite, expected finite numbers; look for the cause there")
 
 
 TOLERANCE = 64

@@ -41,9 +41,9 @@ class Replaced(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the equation; other arguments of the block go to the attention."""
-        given = inspect.signature(super().forward).bind(*args, **kwargs).arguments
-        (_, x), *options = given.items()
-        others = {name: value for name, value in options if name not in ("args", "kwargs")} | given.get("kwargs", {})
+        arguments = inspect.signature(super().forward).bind(*args, **kwargs).arguments
+        (_, x), *options = arguments.items()
+        others = {name: value for name, value in options if name not in ("args", "kwargs")} | arguments.get("kwargs", {})
         parts = {name: getattr(self, child) for name, child in self.parts.items()}
         names = inspect.signature(parts["attention"].forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
@@ -107,21 +107,21 @@ def replace_norms(model: nn.Module, placement: str, inputs: Any) -> nn.Module:
         for name, block, of_block, one in zip(stack.names, stack.modules, parts, placements, strict=True):
             _check(name, getattr(block, of_block["attention"]), one)
         classes = [type(block) for block in stack.modules]
-        before = run()
-        if not before.numel():
+        reference = run()
+        if not reference.numel():
             raise InputError(f"{CALLER}: the model's output on the inputs is empty; pass inputs with samples")
         try:
             for block, of_block in zip(stack.modules, parts, strict=True):
                 _place(block, of_block, placement_of_layer("pre", 1, 1), 1, 1)
-            difference = float((run() - before).abs().max() / before.abs().max())
+            difference = float((run() - reference).abs().max() / reference.abs().max())
             if not difference <= AGREEMENT:
                 raise InputError(
                     f"{CALLER}: {classes[0].__name__} is not pre-norm: as x + attention(norm(x)), y + network(norm(y)) its model "
                     f"differs by {difference:.1e}; expected such blocks"
                 )
         except BaseException:
-            for block, own in zip(stack.modules, classes, strict=True):
-                block.__class__ = own
+            for block, block_class in zip(stack.modules, classes, strict=True):
+                block.__class__ = block_class
                 for attribute in ("placement", "parts", "factor"):
                     vars(block).pop(attribute, None)
             raise
@@ -137,10 +137,10 @@ def _parts(name: str, block: nn.Module) -> dict[str, str]:
     if isinstance(block, Replaced):
         raise InputError(f"{CALLER}: block {name!r} is {block.placement.name!r} already; begin with the model as it was")
     norms = [child for child, module in block.named_children() if is_norm(module)]
-    others = [child for child, module in block.named_children() if any(is_linear(m) for m in module.modules())]
-    if len(norms) != 2 or len(others) != 2:
+    remaining = [child for child, module in block.named_children() if any(is_linear(m) for m in module.modules())]
+    if len(norms) != 2 or len(remaining) != 2:
         raise InputError(f"{CALLER}: block {name!r} is a {type(block).__name__}; expected two norms, an attention and a network")
-    return {"attention": others[0], "feedforward": others[1], "norm_1": norms[0], "norm_2": norms[1]}
+    return {"attention": remaining[0], "feedforward": remaining[1], "norm_1": norms[0], "norm_2": norms[1]}
 
 
 def _check(name: str, attention: nn.Module, placement: Placement) -> None:

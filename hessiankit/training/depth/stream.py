@@ -205,19 +205,21 @@ def pruning_drop(
     block and reloads the model, which gives every later block the factor of the layer before.
     """
     loss, accuracy = data.evaluate()
-    whole = None if metric is None else metric()
+    reference_metric = None if metric is None else metric()
     losses, accuracies, metrics = [], [], list[float]()
     for k, block in enumerate(blocks.modules):
         tell(k, len(blocks))
         with removed(block):
             pruned_loss, pruned_accuracy = data.evaluate()
-            if metric is not None and whole is not None:
-                metrics.append(metric() - whole)
+            if metric is not None and reference_metric is not None:
+                metrics.append(metric() - reference_metric)
         losses.append(pruned_loss - loss)
         if accuracy is not None and pruned_accuracy is not None:
             accuracies.append(pruned_accuracy - accuracy)
     accuracy_change = None if accuracy is None else tuple(accuracies)
-    return PruningDrop(loss, accuracy, tuple(losses), accuracy_change, whole, None if metric is None else tuple(metrics))
+    return PruningDrop(
+        loss, accuracy, tuple(losses), accuracy_change, reference_metric, None if metric is None else tuple(metrics)
+    )
 
 
 @contextmanager

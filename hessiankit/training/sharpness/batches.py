@@ -42,7 +42,7 @@ class MicroBatch:
 
 
 def micro_batches(
-    who: str,
+    caller: str,
     model: nn.Module,
     data: Any,
     target: Any = None,
@@ -61,15 +61,17 @@ def micro_batches(
     [(0, 1), (2, 3), (4,)]
     """
     if micro_batch is not None and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1):
-        raise InputError(f"{who}: micro_batch={micro_batch!r}; pass 1 or more sequences, or None for whole batches")
+        raise InputError(f"{caller}: micro_batch={micro_batch!r}; pass 1 or more sequences, or None for whole batches")
     row_numbers = None if numbers is None else [int(number) for number in numbers]
     if row_numbers is not None and (any(number < 0 for number in row_numbers) or len(set(row_numbers)) < len(row_numbers)):
-        raise InputError(f"{who}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence")
+        raise InputError(
+            f"{caller}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence"
+        )
     has_batches, pairs, _ = read_data(data, target, loss, model, is_shifted=shift, trial=micro_batch)
     batches: list[MicroBatch] = []
     total = 0
     for k, (inputs, labels) in enumerate(pairs):
-        _check_target(who, f"batch {k}" if has_batches else "the batch", inputs, labels)
+        _check_target(caller, f"batch {k}" if has_batches else "the batch", inputs, labels)
         size = len(labels)
         rows = range(total, total + size) if row_numbers is None else row_numbers[total : total + size]
         total += size
@@ -77,37 +79,39 @@ def micro_batches(
         step = min(micro_batch or size, size)
         batches += [batch] if step == size else [batch.part(slice(i, min(i + step, size))) for i in range(0, size, step)]
     if row_numbers is not None and total != len(row_numbers):
-        raise InputError(f"{who}: numbers has {len(row_numbers)} entries and the data have {total} sequences; pass one for each")
+        raise InputError(
+            f"{caller}: numbers has {len(row_numbers)} entries and the data have {total} sequences; pass one for each"
+        )
     if not batches:
-        raise InputError(f"{who}: the data hold no batch; pass {FORMS}")
+        raise InputError(f"{caller}: the data hold no batch; pass {FORMS}")
     return batches
 
 
-def _check_target(who: str, name: str, inputs: Any, target: Any) -> None:
+def _check_target(caller: str, name: str, inputs: Any, target: Any) -> None:
     """Refuse a target that is missing, no tensor, or without a sequence."""
     if target is None and isinstance(inputs, Tensor):
         raise InputError(
-            f"{who}: data is a tensor {tuple(inputs.shape)} and target is missing; pass target=... (with sampled labels only its "
-            "shape and its -100 count)"
+            f"{caller}: data is a tensor {tuple(inputs.shape)} and target is missing; pass target=... (with sampled labels only "
+            "its shape and its -100 count)"
         )
     if target is None and isinstance(inputs, Mapping):
         if inputs.get("labels") is None:
             keys = ", ".join(map(repr, inputs)) or "none"
             raise InputError(
-                f"{who}: {name} is a mapping without 'labels' (keys: {keys}); add them, e.g. batch['labels'] = "
+                f"{caller}: {name} is a mapping without 'labels' (keys: {keys}); add them, e.g. batch['labels'] = "
                 "batch['input_ids'] with -100 at padding, or pass a pair (mapping, target)"
             )
         target = inputs["labels"]
     if not isinstance(target, Tensor):
-        raise InputError(f"{who}: the target of {name} is {type(target).__name__}; expected a tensor")
+        raise InputError(f"{caller}: the target of {name} is {type(target).__name__}; expected a tensor")
     if target.ndim == 0 or target.numel() == 0:
         raise InputError(
-            f"{who}: the target of {name} has shape {tuple(target.shape)}; expected at least one sequence along axis 0 (add the"
-            " axis with target.unsqueeze(0), and to the inputs too)"
+            f"{caller}: the target of {name} has shape {tuple(target.shape)}; expected at least one sequence along axis 0 (add"
+            " the axis with target.unsqueeze(0), and to the inputs too)"
         )
 
 
-def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
+def check_devices(caller: str, batch: MicroBatch, model: nn.Module) -> None:
     """Raise an error for sparse data, and for data elsewhere than a model whose parameters are all on one device."""
     devices = {p.device for p in model.parameters()}
     if len(devices) == 1:
@@ -116,7 +120,7 @@ def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
             check_place(name, x, device)
 
 
-def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:
+def aligned(caller: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:
     """Return the target of an output of some shape, labels as int64; refuse one that does not fit."""
     if loss == "mse":
         check_same_shape(batch.target, shape)
@@ -132,18 +136,18 @@ class BatchedLoss:
     ``who`` begins the messages of errors; ``loss`` is ``"cross_entropy"`` or ``"mse"``.
     """
 
-    who: str
+    caller: str
     model: nn.Module
     batches: tuple[MicroBatch, ...]
     loss: str = "cross_entropy"
 
     def output(self, batch: MicroBatch) -> Tensor:
         """Return the logits, or what squared error compares."""
-        return forward(self.model, batch, self.who)
+        return forward(self.model, batch, self.caller)
 
     def target(self, batch: MicroBatch, out: Tensor) -> Tensor:
         """Return the target laid beside the output."""
-        return aligned(self.who, batch, out.shape, self.loss)
+        return aligned(self.caller, batch, out.shape, self.loss)
 
     def summed(self, out: Tensor, target: Tensor) -> Tensor:
         """Return the loss summed over the terms that count, a scalar."""
@@ -193,7 +197,9 @@ class BatchedLoss:
 
     def _check_terms(self, terms: float) -> None:
         if not terms:
-            raise InputError(f"{self.who}: every label is {IGNORE_INDEX} (not counted), so there is no loss; keep at least one")
+            raise InputError(
+                f"{self.caller}: every label is {IGNORE_INDEX} (not counted), so there is no loss; keep at least one"
+            )
 
 
 @contextmanager
@@ -204,7 +210,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tensor:
+def forward(model: nn.Module, batch: MicroBatch, caller: str = "sharpness") -> Tensor:
     """Return the model's logits for a micro-batch, with their graph."""
     outputs = call(model, batch.inputs)
     if isinstance(outputs, (tuple, list)) and outputs and not hasattr(outputs, "logits"):
@@ -214,6 +220,6 @@ def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tens
     if isinstance(logits, Tensor):
         return logits
     raise InputError(
-        f"{who}: the model returned {type(outputs).__name__}; expected a tensor of logits, an object with .logits, or a tuple"
+        f"{caller}: the model returned {type(outputs).__name__}; expected a tensor of logits, an object with .logits, or a tuple"
         " that begins with them"
     )

@@ -59,7 +59,7 @@ def _alike(x: Tensor, y: Tensor, slack: float) -> bool:
 
 
 @torch.no_grad()
-def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None:
+def check_cut(caller: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None:
     """Compare the output of two sequences with those of each alone, where a batch was cut.
 
     Raises:
@@ -70,13 +70,15 @@ def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None
         return
     reason = ""
     try:
-        pair, *single = (forward(model, uncut_batch.part(rows), who).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        pair, *single = (
+            forward(model, uncut_batch.part(rows), caller).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
+        )
         if _alike(pair, torch.cat(single), torch.finfo(pair.dtype).eps ** 0.5):
             return
     except InputError as error:
         reason = f" ({error})"
     raise InputError(
-        f"{who}: two sequences and each of them alone give other outputs, so that micro_batch= changes the result: sequences "
+        f"{caller}: two sequences and each of them alone give other outputs, so that micro_batch= changes the result: sequences "
         f"depend on each other, or an input with a row for each of them does not go by sequences{reason}; leave micro_batch out"
     )
 
