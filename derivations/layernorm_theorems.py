@@ -238,7 +238,7 @@ class LayerNormTheorems(OperationAt):
 
 
 def _derivative(symbol: str, matrix: Matrix, rule: str) -> Matrix:
-    """Return the derivative of an object in X under its name in Appendix C.3."""
+    """Return the derivative of an object with respect to X, under its name in Appendix C.3."""
     return Named(rf"\frac{{\partial {symbol}}}{{\partial X}}", matrix, rule)
 
 

@@ -38,10 +38,10 @@ class Names:
     r"""How a stage's derivatives are called.
 
     Args:
-        slope: of its first derivative in a stage that it reads, from that stage's symbol.
-        curvature: of its second derivative in two arguments.
-        first: of its derivative in a parameter, from the parameter's index.
-        second: of its second derivative in two parameters, from their indices.
+        slope: Name of its first derivative with respect to a stage that it reads, from that stage's symbol.
+        curvature: Name of its second derivative with respect to two arguments.
+        first: Name of its derivative with respect to a parameter, from the parameter's index.
+        second: Name of its second derivative with respect to two parameters, from their indices.
     """
 
     slope: Callable[[str], str]
@@ -123,7 +123,7 @@ class Stage:
         return self._whole.arguments
 
     def jacobian(self, name: str) -> Matrix:
-        """Return the derivative in a parameter, in named parts."""
+        """Return the derivative with respect to a parameter, in named parts."""
         expect_names(self, "jacobian", name)
         if name not in self._made:
             reason = f"first derivative of ${self.symbol}$ with respect to ${name}$: {self.rule_of(name)}"
@@ -131,7 +131,7 @@ class Stage:
         return self._made[name]
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return the second derivative in two parameters, in named parts."""
+        """Return the second derivative with respect to two parameters, in named parts."""
         expect_names(self, "hessian", name_i, name_j)
         key = name_i + "," + name_j
         if key not in self._made:

@@ -136,7 +136,7 @@ class PostNormBlockAt:
 
     @cached_property
     def H_Y(self) -> Matrix:
-        """The second derivative of the first norm in X + F; Theorem 3 misprints it (curvature-gap/thm3-full,
+        """The second derivative of the first norm with respect to X + F; Theorem 3 misprints it (curvature-gap/thm3-full,
         curvature-gap/thm3-full2)."""
         return self.norm_1.hessian("X", "X")
 
@@ -147,7 +147,7 @@ class PostNormBlockAt:
 
     @cached_property
     def H_Z(self) -> Matrix:
-        """The second derivative of the second norm in S; Theorem 3 misprints it (curvature-gap/thm3-full,
+        """The second derivative of the second norm with respect to S; Theorem 3 misprints it (curvature-gap/thm3-full,
         curvature-gap/thm3-full2)."""
         return self.norm_2.hessian("X", "X")
 

@@ -22,7 +22,7 @@ def attention_structured(
     heads: int = 1,
     scale: float | None = None,
 ) -> BlockNorms:
-    r"""Return bounds on the blocks of the Hessian of ||F - target||_F^2 / (L d_out) in the weights of attention.
+    r"""Return bounds on the blocks of the Hessian of ||F - target||_F^2 / (L d_out) by the weights of attention.
 
     With the notation of ``derivations.bounds.attention_rows`` and R = F - target a block is 2/(L d_out) times
 

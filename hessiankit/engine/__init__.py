@@ -2,15 +2,15 @@
 
     H = sum over primitives v of   J_v^T [lambda_v . D^2 phi_v] J_v  =  A + A^T
 
-J_v is the Jacobian of v's inputs in the parameters and lambda_v the adjoint of its output. Forward over reverse along unit
-directions gives columns of H; directions of rows that do not meet share a sweep, as in compressed differentiation (Curtis, Powell
-and Reid, J. Inst. Maths Applics 13, 1974, 117-119; Gebremedhin, Manne and Pothen, SIAM Review 47, 2005, 629-705). A has each pair
-of places once, and half of each place with itself.
+J_v is the Jacobian of v's inputs with respect to the parameters and lambda_v the adjoint of its output. Forward over reverse
+along unit directions gives columns of H; directions of rows that do not meet share a sweep, as in compressed differentiation
+(Curtis, Powell and Reid, J. Inst. Maths Applics 13, 1974, 117-119; Gebremedhin, Manne and Pothen, SIAM Review 47, 2005,
+629-705). A has each pair of places once, and half of each place with itself.
 
 | noun | meaning | where |
 |---|---|---|
 | application | one primitive phi_v applied to values | `tracing.trace` |
-| adjoint | lambda_v, the derivative of the loss in a value, of its shape | `Trace.adjoints` |
+| adjoint | lambda_v, the derivative of the loss with respect to a value, of its shape | `Trace.adjoints` |
 | step | an application linearised at the point, with the inputs that move | `entrywise_fusion` |
 | place | a value that parameters enter row by row, or a parameter taken whole | `paths` |
 | parameter Jacobian | E_t, that of a place in one parameter: X (x) I, a diagonal, a selection or an identity | `jacobians` |

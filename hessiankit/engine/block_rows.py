@@ -1,6 +1,6 @@
 """Block rows: the Hessian from one sweep for each place (compressed differentiation by structural orthogonality).
 
-With E_t the Jacobian of place t in its parameters, and K_tr the curvature of the loss between places t and r,
+With E_t the Jacobian of place t with respect to its parameters, and K_tr the curvature of the loss between places t and r,
 
     H[parameters of t, parameters of r] = E_t^T K_tr E_r      (+ <adjoint_r, dW_r dx_r>, where x_r moves with t).
 

@@ -266,7 +266,7 @@ class Paths:
         return places
 
     def _mixed(self, a: Application, weight: ParameterJacobian | None) -> tuple[ParameterJacobian | None, Linearised | None]:
-        """Return the Jacobian in a weight of <adjoint, x W> in x, and of a gain the norm without it."""
+        """Return the Jacobian of <adjoint, x W> by weight as a function of x, and for a gain the norm without it."""
         if weight is None or not self._bends(a) or a.inputs[0] not in self.trace.moving:
             return None, None
         x, adjoint = self.value(a.inputs[0]), self.adjoints[a.output].reshape(-1, self.value(a.output).shape[-1])

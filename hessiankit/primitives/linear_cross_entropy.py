@@ -42,7 +42,7 @@ LOGITS, ON_AN_ACCELERATOR = 2**23, 2**26
 class LinearCrossEntropy(ByLinearising):
     """Inputs: hidden (..., d), weight (C, d), bias (C,) or None, labels (...) of integers from 0 to C - 1 or ``ignore_index``.
 
-    A fifth input, other labels (..., M), makes the second derivative in the logits that of
+    A fifth input, other labels (..., M), makes the second derivative with respect to the logits that of
     :class:`~hessiankit.primitives.loss.SampledLoss`.
 
     Args:

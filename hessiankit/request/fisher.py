@@ -1,4 +1,4 @@
-"""Fisher information matrices as Gauss-Newton matrices: J^T (sum of outer products of gradients in the outputs) J.
+"""Fisher information matrices as Gauss-Newton matrices: J^T (sum of outer products of output gradients) J.
 
 Labels are drawn by a counter-based generator: one uniform number belongs to (seed, draw, number of the sequence, position). It
 comes from Philox4x64 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011): key (seed, draw), counter
@@ -86,10 +86,10 @@ KINDS = ("hessian", "ggn", "fisher", "fisher-mc", "fisher-empirical")
 """Curvature matrices.
 
 ``"hessian"``: H. ``"ggn"``: its outer-product part J^T L'' J. ``"fisher"``: the Fisher information J^T E[g g^T] J (type 1), g the
-gradient of minus the log-likelihood in the outputs with labels from the model's own distribution; for squared error and cross
-entropy E[g g^T] = L'', so that it is the GGN. ``"fisher-mc"``: the mean over drawn labels in place of the expectation.
-``"fisher-empirical"``: the labels of the data in place of drawn ones. A term of the sum over g is a label (cross entropy) or a
-row of the output along its last axis (squared error).
+gradient of minus the log-likelihood with respect to the outputs, with labels from the model's own distribution; for squared
+error and cross entropy E[g g^T] = L'', so that it is the GGN. ``"fisher-mc"``: the mean over drawn labels in place of the
+expectation. ``"fisher-empirical"``: the labels of the data in place of drawn ones. A term of the sum over g is a label (cross
+entropy) or a row of the output along its last axis (squared error).
 """
 SAMPLED_KINDS = KINDS[3:]
 NAMES = {

@@ -36,7 +36,7 @@ class Function(nn.Module):
 
 @checked(CALLER, leave=("f", "params"))
 def from_function(f: Callable[..., Tensor], params: Any) -> nn.Module:
-    """Return a plain function as a module, so that every call takes it: Hessians in inputs, positions, activations, ...
+    """Return a plain function as a module, for every call: Hessians with respect to inputs, positions, activations, ...
 
     The module is called with the data of ``f`` and returns its value, which is the loss: ``hessian(module, x, y)``
     differentiates ``f(params, x, y)``, and ``hessian(module, ())`` a function without data.

@@ -99,7 +99,7 @@ class Loss:
         return part
 
     def output(self, result: Any) -> Tensor | None:
-        """Return the output layer, whose second derivative in the loss is L'' of J^T L'' J; None without one."""
+        """Return the output layer; the L'' of J^T L'' J is the loss's second derivative with respect to it. None without one."""
         if not self.splits:
             return None
         return self.read(result) if self.reads == "logits" else member(result, "logits")

@@ -63,12 +63,12 @@ class CurvatureArguments(RequestArguments, total=False):
     kind: Annotated[
         str,
         """``"hessian"``. ``"ggn"``: the outer-product part J^T L'' J. ``"fisher"``: the Fisher information J^T E[g g^T] J, g
-            the gradient of a term of the loss in the outputs, with labels of the model's own distribution: for the two named
-            losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN. ``"fisher-mc"``: the
-            mean over drawn labels in place of the expectation. ``"fisher-empirical"``: the data's labels in place of drawn
-            ones, which is no estimate of the Fisher information. A term is a label, or a row of the output under squared error:
-            of N rows with C entries, which are N samples where the output has two axes, the empirical matrix is
-            sum_n g_n g_n^T / (N C) with the gradients g_n of ||z_n - y_n||^2, as in curvlinops: C times the mean of
+            the gradient of a term of the loss with respect to the outputs, with labels of the model's own distribution: for
+            the two named losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN.
+            ``"fisher-mc"``: the mean over drawn labels in place of the expectation. ``"fisher-empirical"``: the data's labels
+            in place of drawn ones, which is no estimate of the Fisher information. A term is a label, or a row of the output
+            under squared error: of N rows with C entries, which are N samples where the output has two axes, the empirical
+            matrix is sum_n g_n g_n^T / (N C) with the gradients g_n of ||z_n - y_n||^2, as in curvlinops: C times the mean of
             g_n g_n^T with the gradients of the mean over a row.""",
     ]
     seed: Annotated[

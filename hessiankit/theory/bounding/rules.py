@@ -176,7 +176,7 @@ def spectral_norm(A: Tensor) -> float:
 
 
 def affine(X: Bounded, W: BoundedParameter, b: BoundedParameter | None = None) -> Bounded:
-    """Return X W + 1 b^T: Jacobian norm |X|_2 in W, sqrt(L) in b, and a mixed second derivative in W and X."""
+    """Return X W + 1 b^T: Jacobian norms |X|_2 for W and sqrt(L) for b, and a mixed second derivative of W and X."""
     w = W.norm
     cross = symmetric(products({W.name: 1.0}, X.jacobian))  # <Lambda, dX dW> <= |Lambda|_F |dX|_F |dW|_2
     out = replace(

@@ -1,6 +1,7 @@
 """Bounds from a problem's own intermediate values: the curvature of a loss site by site, each with its sign.
 
-With J_v the Jacobian of site v's inputs in the parameters and K_v = lambda_v . D^2 phi_v its contracted second derivative,
+With J_v the Jacobian of site v's inputs with respect to the parameters and K_v = lambda_v . D^2 phi_v its contracted second
+derivative,
 
     H = sum_v J_v^T K_v J_v,      K_v = K_v^+ - K_v^-   (both positive semidefinite),
 
@@ -167,7 +168,7 @@ def _components(B: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> SiteRoots:
-    """Return the applications at the end as one site: their Hessian in the value and the parameters that they read."""
+    """Return the applications at the end as one site: their Hessian with respect to the value and parameters that they read."""
     outputs = {a.output for a, _, _ in tail}
     ids = list(dict.fromkeys(at for _, inputs, _ in tail for at in inputs if at is not None and at not in outputs))
     units = _units("the end", [trace.values[at] for at in ids])

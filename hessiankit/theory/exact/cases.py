@@ -253,7 +253,7 @@ WEIGHTS = ("W_Q", "W_K", "W_V", "W_1", "W_2")
 def post_norm_block(*extra: str, causal: bool = False, smooth: bool = False, loss: bool = False) -> Build:
     """Compare the post-norm block with L = 2, d_V = 3, d_K = 1, d_ff = 4 and the named extra parameters.
 
-    With ``loss``, compare instead the 25 blocks of Eq. 7, the Hessian of its squared error in the five weights.
+    With ``loss``, compare instead the 25 blocks of Eq. 7, the Hessian of its squared error with respect to the five weights.
     """
     options = {"bias": "b_1" in extra, "output_projection": "W_O" in extra, "causal": causal}
     block = TransformerBlock(3, 4, d_k=1, d_v=3, activation="gelu" if smooth else "relu", **options)  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def _residuals(output: Tensor, target: Tensor, numbers: Sequence[int], options: 
 
 
 def _labels(output: Tensor, target: Tensor, numbers: Sequence[int], options: SharpnessOptions) -> Drawn | None:
-    """Draw the labels of cross entropy, whose gradient in the logits is the softmax less the label's unit vector."""
+    """Draw the labels of cross entropy, whose gradient with respect to the logits is the softmax less the label's unit vector."""
     is_counted = (target != IGNORE_INDEX).reshape(len(output), -1)
     sequences = int(is_counted.any(1).sum())
     terms = int(is_counted.sum()) if options.per == "token" else sequences
