@@ -376,7 +376,7 @@ class Sketch:
         return self._sample(values)
 
     def _projected(self, bases: list[Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return P omega in the basis Q, and the factor from |(I - P) omega|^2 to what it is on average."""
+        """Return P omega in the basis Q, and the factor that scales |(I - P) omega|^2 to its mean."""
         size, k, U = self.size, len(self.R), self.W[:, at]
         for B in bases:
             U = U - B * (B * U).sum(0)

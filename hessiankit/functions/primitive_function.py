@@ -230,7 +230,7 @@ class _Pull(_Primitive):
 
 
 def _pulled(of: Call, x: Sequence[Given], needs: tuple[bool, ...], W: Given, b: Given, t: Sequence[Given]) -> Sequence[Given]:
-    """Return Pull, None for inputs that are not wanted; all None where nothing is pulled."""
+    """Return Pull of the wanted inputs, None for the others, or None for all if there is nothing to pull."""
     if not any(needs) or (b is None and (W is None or all(v is None for v in t))):
         return [None] * INPUTS
     return _placed(needs, _Pull.apply(Call(of.name, of.stacks, needs), *x, *t, W, b))

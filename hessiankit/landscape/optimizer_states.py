@@ -30,7 +30,7 @@ from hessiankit.support.errors import InputError
 
 
 class Metric(NamedTuple):
-    """The diagonal P of one parameter, K of its momentum, and the threshold 2 / (lr K) in words."""
+    """The diagonal P of one parameter, the factor K of its momentum, and the threshold 2 / (lr K) in words."""
 
     P: Tensor
     response: float

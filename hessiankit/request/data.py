@@ -225,8 +225,8 @@ class Labels:
     Args:
         model: The model.
         loss: The named loss.
-        later: Whether logits t are compared with label t + 1, as in a causal language model, which then holds for targets too;
-            None: as in the model's own loss, which one call shows, and so it is taken to be where the model has none.
+        later: Whether logits t are compared with label t + 1, as in a causal language model; targets of pairs are then shifted
+            too. None: as in the model's own loss, determined by one call; with label t + 1 if it has none.
         trial: Samples of that call: the first ones with a label; None: the whole batch.
     """
 

@@ -49,7 +49,7 @@ def _is_in_function() -> bool:
 
 
 def _codes_of(kind: type) -> Iterator[CodeType]:
-    """Yield what a custom function and those derived from it run forwards; from torch 2.14 on ``apply`` has no frame."""
+    """Yield the forward code of a custom function and its subclasses; from torch 2.14 on ``apply`` has no frame."""
     for name in ("forward", "setup_context"):
         if hasattr(method := getattr(kind, name), "__code__"):
             yield method.__code__
