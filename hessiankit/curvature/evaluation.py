@@ -26,9 +26,14 @@ from hessiankit.request.second_order import compare_second_order
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.memory import available_memory, check_matrix
 from hessiankit.support.torch_state import computed_later
+from hessiankit.tracing.derivative_tests import generic
 
 Progress = Callable[[int, int], None]
 Look = Callable[[int], None]
+CHANGED = (
+    "hessian: something that the module or the loss reads has changed since this result was made: {}; read what you need before "
+    "it changes, or call hessian again"
+)
 NEARBY = (0.1, 1e-3)  # distances of generic parameters from the given ones; the second where the first has no finite loss
 
 
@@ -55,7 +60,7 @@ class Evaluation:
         self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
 
     def seal(self) -> None:
-        """Record the module's loss at generic parameters; later computations are compared with it.
+        """Record the module's loss at generic parameters; what is computed later, without a matrix, is compared with it.
 
         Loss and gradient at the parameters themselves do not show everything that a second derivative depends on: the strength
         of a penalty at its minimum, for instance.
@@ -74,11 +79,15 @@ class Evaluation:
         eps = torch.finfo(self.batches[0].dtype).eps
         for before, now in zip(self._nearby, self._generic_losses(), strict=True):
             if math.isfinite(before) and not abs(before - now) <= ROUNDING * eps * max(abs(before), abs(now)):
-                raise TraceError(
-                    "hessian: something that the module or the loss reads has changed since this result was made: at generic "
-                    f"parameters the loss was {before:.8g}, and is {now:.8g}; read what you need before it changes, or call "
-                    "hessian again"
-                )
+                raise TraceError(CHANGED.format(f"at generic parameters the loss was {before:.8g}, and is {now:.8g}"))
+
+    def _check_matrix(self, matrix: Tensor) -> None:
+        """Raise TraceError if the matrix, times a vector of generic signs, is not what module and loss give now."""
+        signs, unit = generic(matrix[0], 0).sign(), ROUNDING * self._eps
+        products = [batch.share * linearise(batch, gauss_newton=False).product(signs[None])[0] for batch in self.batches]
+        gap, size = (float(x.abs().max()) for x in (sum(products) - matrix @ signs, torch.linalg.vector_norm(matrix, 1, dim=1)))
+        if not gap <= unit * size and not gap <= unit * self._rounding(outer=False):
+            raise TraceError(CHANGED.format(f"its product with a generic vector is off by {gap / size:.1e}"))
 
     @property
     def handshake(self) -> bool:
@@ -119,7 +128,10 @@ class Evaluation:
         for batch in self.batches:
             check_fits(batch, "ggn")
         self._check_unchanged()
-        return self._matrix(self.batches, None, outer=True)
+        outer = self._matrix(self.batches, None, outer=True)
+        if self._whole is not None and self._nearby is None and self.handshake:
+            self._check_matrix(self._whole)
+        return outer
 
     @computed_later
     def block(self, i: str, j: str) -> Tensor:

@@ -21,6 +21,7 @@ from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import has_memory, is_narrow, read_numbers
 from hessiankit.tracing.graph import NUMBER
 from hessiankit.tracing.recording import leaves_course
+from hessiankit.tracing.segment import Segment
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
 from hessiankit.tracing.stopped import held_values
 from hessiankit.tracing.trace import Trace
@@ -69,12 +70,12 @@ class Handshake:
             return
         self._loss += float(trace.values[trace.output])
         self._eps = max(self._eps, trace.eps)
-        if (probe := probe_segments(trace, self._batch.still)) is not None:
-            self._probes.append(probe)
+        if any(isinstance(a.primitive, Segment) for a in trace.applications):
+            probe = probe_segments(trace, self._batch.still)
+            self._probes += [] if probe is None else [probe]
         for name, at in trace.parameters.items():
             if at in adjoints:
-                slope = adjoints[at] / share
-                self._take(name, slope)
+                self._take(name, adjoints[at] if share == 1.0 else adjoints[at] / share)
 
     def complete(self, name: str, slope: Tensor) -> bool:
         """Add a part's derivative with respect to one parameter; compare the sum once it is complete; return whether it is kept.
@@ -251,6 +252,8 @@ def _largest(x: Tensor) -> Tensor:
 
 def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
+    if x.numel() <= PART:
+        return _largest(x - y)
     parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
     return torch.stack([_largest(a - b) for a, b in parts]).amax()
 

@@ -78,7 +78,8 @@ class ModuleState:
             finally:
                 self._contents.restore()
             return
-        contents = self._contents if self._contents.changed() is None else Held(self.module, *self.callables)
+        is_unmoved = self._contents.changed() is None
+        contents = self._contents if is_unmoved else Held(self.module, *self.callables)
         was_present = self.is_present
         with_memory = {name: pair for name, pair in self._tensors.items() if has_memory(pair[0])}
         memory = [(x, x.data, x.data.clone() if values else None) for x, _ in with_memory.values()]
@@ -87,7 +88,7 @@ class ModuleState:
             (x, x.detach().clone() if moved else copy) for (x, copy), moved in zip(others, different(others), strict=True)
         ]
         try:
-            self._contents.restore()
+            self._contents.restore_flags() if is_unmoved else self._contents.restore()
             for name, (x, copy) in with_memory.items():
                 if values is None:
                     x.data = copy.clone() if name in self.written else copy
@@ -246,10 +247,14 @@ class Held:
             cell.cell_contents = content
         for _, x, state in self._generators:
             x.set_state(state)
+        self.restore_flags()
+        _write_back((x, copy) for _, x, copy in self._copies)
+
+    def restore_flags(self) -> None:
+        """Restore whether tensors require gradients, which is no change of what they hold."""
         for _, x, _, flag in self._tensors:
             if x.is_leaf and x.requires_grad is not flag:
                 x.requires_grad_(flag)
-        _write_back((x, copy) for _, x, copy in self._copies)
 
 
 OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -258,10 +263,10 @@ OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write copies back into the tensors that have other values."""
-    entries = list(pairs)
-    for (x, copy), differs in zip(entries, different(entries), strict=True):
-        if differs:
-            write_values(x, copy)
+    if entries := list(pairs):
+        for (x, copy), differs in zip(entries, different(entries), strict=True):
+            if differs:
+                write_values(x, copy)
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -142,6 +142,8 @@ def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
         if not differences[k]:
             bits = [(a.view(torch.uint8), b.view(torch.uint8)) if is_narrow(a) else (a, b) for a, b in parts]
             comparisons += [(k, a, b) for a, b in bits if a.device.type != "cpu" or not torch.equal(a, b)]
+    if not comparisons:
+        return differences
     unequal = read_numbers(((a != b) & ((a == a) | (b == b))).any() for _, a, b in comparisons)
     for (k, _, _), value in zip(comparisons, unequal, strict=True):
         differences[k] = differences[k] or value
@@ -328,12 +330,14 @@ def ieee_arithmetic() -> Iterator[None]:
     """
     settings = _float32_settings()
     try:
-        torch.set_float32_matmul_precision("highest")
-        _set_flag(torch.backends.cudnn, "allow_tf32", False)
+        if [value for *_, value in settings] != ["highest", False]:
+            torch.set_float32_matmul_precision("highest")
+            _set_flag(torch.backends.cudnn, "allow_tf32", False)
         yield
     finally:
-        for part, name, value in settings:
-            torch.set_float32_matmul_precision(value) if part is torch else _set_flag(part, name, value)
+        if _float32_settings() != settings:
+            for part, name, value in settings:
+                torch.set_float32_matmul_precision(value) if part is torch else _set_flag(part, name, value)
 
 
 def _set_flag(part: Any, name: str, value: Any) -> None:
@@ -366,13 +370,15 @@ def ordinary_path(*callables: Any) -> Iterator[None]:
     with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
         fast_path, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
         torch.backends.mha.set_fastpath_enabled(False)
-        _set_flag(torch.backends.cudnn, "enabled", cudnn and not any(map(_is_recurrent, callables)))
+        if cudnn and any(map(_is_recurrent, callables)):
+            _set_flag(torch.backends.cudnn, "enabled", False)
         try:
             with full_precision():
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            _set_flag(torch.backends.cudnn, "enabled", cudnn)
+            if torch.backends.cudnn.enabled != cudnn:
+                _set_flag(torch.backends.cudnn, "enabled", cudnn)
 
 
 def _is_recurrent(x: Any) -> bool:
