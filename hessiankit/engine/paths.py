@@ -125,8 +125,9 @@ class Paths:
     def __init__(self, trace: Trace, loss_side: set[int] | None = None, scale: float = 1.0, *, by_column: bool = False) -> None:
         reassociate(trace)
         self.trace, self.output = trace, trace.output
-        self.adjoints = trace.adjoints(scale)
         self._loss_side = loss_side
+        self._linearised: dict[int, Linearised] = {}  # what moves, with its second derivative, until the steps are made
+        self.adjoints = trace.adjoints(scale, linearise=self._linearise)
         self._sites = find_sites(trace)
         self._applications = {a.output: a for a in trace.applications if a.output in self.adjoints}
         self._live_values = self._values_that_are_read()
@@ -135,6 +136,7 @@ class Paths:
             self._sites = find_sites(replace(trace, parameters=parameters))
             self._live_values = self._values_that_are_read()
         self.steps = [step for a in self._applications.values() if (step := self._step(a)) is not None]
+        self._linearised.clear()
         self.places = self._places()
         self.by_value = {place.at: place for place in self.places}
         self._rowwise: dict[tuple[object, ...], bool] = {}
@@ -246,8 +248,15 @@ class Paths:
         moves = [at is not None for at in inputs]
         if not any(moves) or not (a.output in self._live_values or a.output == self.output):
             return None
+        if inputs == self.trace.moving_inputs(a):
+            return Step(self._linearised[a.output], inputs, a.output)
         adjoint = self.adjoints[a.output] if self._bends(a) else None
         return Step(a.primitive.linearise(self.trace.gather(a), adjoint, moves), inputs, a.output)  # type: ignore[arg-type]
+
+    def _linearise(self, a: Application, adjoint: Tensor, moves: Sequence[bool]) -> Linearised:
+        """Linearise an application with respect to all that moves."""
+        at_point = a.primitive.linearise(self.trace.gather(a), adjoint if self._bends(a) else None, moves)  # type: ignore[arg-type]
+        return self._linearised.setdefault(a.output, at_point)
 
     def _places(self) -> list[Place]:
         trace, places = self.trace, list[Place]()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -70,16 +70,19 @@ class _Division:
         widths = list(accumulate(crossing))
         self.stream = [n for n, step in enumerate(paths.steps[:-1]) if widths[n] == 1 and step.output in reads]
         self._numbered_places = [(born[place.at], place) for place in paths.places]
-        self._levels: dict[int, int] = {}  # axes of the value after a step that index rows which stay apart up to the loss
-        end = len(paths.steps) - 1
-        for n in reversed(self.stream):
-            at, places = (
-                paths.steps[n].output,
-                [place.at for k, place in self._numbered_places if n < k <= end and not is_diagonal],
-            )
-            level = paths.level(at, paths.reach([at, *places], paths.steps[n + 1 : end + 1]))
-            self._levels[n], end = min(level, self._levels.get(end, level)), n
         self.section, self.work = cache(self._section), cache(self._work)
+
+    @cached_property
+    def _levels(self) -> dict[int, int]:
+        """Axes of the value after a step of the stream that index rows which stay apart up to the loss."""
+        levels: dict[int, int] = {}
+        end = len(self.paths.steps) - 1
+        for n in reversed(self.stream):
+            at = self.paths.steps[n].output
+            places = [place.at for k, place in self._numbered_places if n < k <= end and not self.is_diagonal]
+            level = self.paths.level(at, self.paths.reach([at, *places], self.paths.steps[n + 1 : end + 1]))
+            levels[n], end = min(level, levels.get(end, level)), n
+        return levels
 
     def cheapest(self, first: int, last: int) -> list[int]:
         """Return the bounds of sections whose sweeps take least: cuts are left out one by one, the costliest first."""

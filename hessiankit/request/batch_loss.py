@@ -15,7 +15,7 @@ from hessiankit.request.loss import Loss
 from hessiankit.request.selection import ByName
 from hessiankit.request.state import ModuleState
 from hessiankit.support.containers import address, named_tensors, samples
-from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
+from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path
 from hessiankit.tracing.one_dtype import widest
 
 
@@ -102,14 +102,12 @@ class ModulePoint:
             with torch.enable_grad(), self.state.present():
                 yield
             return
-        with (
-            TORCH_LOCK,
-            preserved_random_states(self.module),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            self.state.present(parameters),
-        ):
-            yield
+        with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad(), self.state.present(parameters):
+            random = self.state.random_states()
+            try:
+                yield
+            finally:
+                random.restore()
 
 
 @dataclass(frozen=True)

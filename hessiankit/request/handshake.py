@@ -54,9 +54,10 @@ class Handshake:
         self._probes: list[Probe] = []
         self._courses: list[list[Any]] = []
         self._agreements: set[str] = set()
-        slopes = batch.reference.gradient.values() if batch.reference is not None else ()
-        largest = read_numbers(_largest(x) for x in slopes if x is not None and x.numel())
-        self._largest = max(filter(math.isfinite, largest), default=0.0)
+        slopes = batch.reference.gradient.items() if batch.reference is not None else ()
+        present = {name: x for name, x in slopes if x is not None and x.numel()}
+        self._largest_slopes = dict(zip(present, read_numbers(map(_largest, present.values())), strict=True))
+        self._largest = max(filter(math.isfinite, self._largest_slopes.values()), default=0.0)
 
     @property
     def compares(self) -> bool:
@@ -201,15 +202,16 @@ class Handshake:
     def _sizes(self, reference: OwnGradient, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
         """Yield names with the largest entry of the trace's gradient, of the module's own, and of their difference."""
         terms: dict[tuple[str, str], Tensor] = {}
+        known = self._largest_slopes if reference is self._batch.reference else {}
         for name in filter(None, names):
             slope_of_trace, slope_of_module = self._gradient.get(name), reference.gradient[name]
             if slope_of_trace is not None and slope_of_trace.numel():
                 terms[name, "trace"] = _largest(slope_of_trace)
-            if slope_of_module is not None and slope_of_module.numel():
+                if slope_of_module is not None:
+                    terms[name, "difference"] = _largest_difference(slope_of_trace, slope_of_module)
+            if slope_of_module is not None and slope_of_module.numel() and name not in known:
                 terms[name, "module"] = _largest(slope_of_module)
-            if (name, "trace") in terms and (name, "module") in terms:
-                terms[name, "difference"] = _largest_difference(slope_of_trace, slope_of_module)  # type: ignore[arg-type]
-        sizes = dict(zip(terms, read_numbers(terms.values()), strict=True))
+        sizes = dict(zip(terms, read_numbers(terms.values()), strict=True)) | {(name, "module"): x for name, x in known.items()}
         for name in names:
             if name:
                 largest, size_of_reference = (sizes.get((name, source), 0.0) for source in ("trace", "module"))

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import different, has_memory, strided_parts, write_values
+from hessiankit.support.torch_state import RandomStates, different, has_memory, strided_parts, write_values
 
-IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
+IMMUTABLE_TYPES = (str, int, bool, float, bytes, type(None))
 """Types of objects that nothing can be written into."""
 
 
@@ -118,6 +118,10 @@ class ModuleState:
         for name, (x, values) in self._tensors.items():
             yield name, x, values
 
+    def random_states(self) -> RandomStates:
+        """Return a snapshot of the random states of the devices that the module is on."""
+        return RandomStates(x.device for x, _ in self._tensors.values())
+
     def holds(self, x: Tensor) -> bool:
         """Tell whether a tensor is one of the module's own."""
         return any(x is tensor for tensor, _ in self._tensors.values())
@@ -200,7 +204,8 @@ class Held:
         elif type(x) in (dict, OrderedDict):
             self._containers.append((path, x, dict(x)))
             for key, value in x.items():
-                self._follow(path if key in OF_MODULES else f"{path}.{key}".lstrip("."), value)
+                if type(value) not in IMMUTABLE_TYPES:
+                    self._follow(path if key in OF_MODULES else f"{path}.{key}".lstrip("."), value)
         elif type(x) in (list, set, deque, tuple):
             if not isinstance(x, tuple):
                 self._containers.append((path, x, x.copy()))

@@ -172,7 +172,7 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def preserved_random_states(model: nn.Module) -> Iterator[RandomStates]:
     """Restore the random states of Python, NumPy, the CPU and the model's devices afterwards."""
-    states = RandomStates(model)
+    states = RandomStates(x.device for x in (*model.parameters(), *model.buffers()))
     try:
         yield states
     finally:
@@ -180,16 +180,16 @@ def preserved_random_states(model: nn.Module) -> Iterator[RandomStates]:
 
 
 class RandomStates:
-    """A snapshot of the random states of Python, NumPy, the CPU and a model's devices."""
+    """A snapshot of the random states of Python, NumPy, the CPU and some other devices."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         numpy = np.random
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
             (random.getstate, random.setstate),
             (numpy.get_state, numpy.set_state),
             (torch.get_rng_state, torch.set_rng_state),
         ]
-        for device in {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}:
+        for device in {device for device in devices if device.type not in ("cpu", "meta")}:
             module, where = torch.get_device_module(device.type), {} if device.type == "mps" else {"device": device}
             self._generators.append((partial(module.get_rng_state, **where), partial(module.set_rng_state, **where)))
         self._states = [read() for read, _ in self._generators]
