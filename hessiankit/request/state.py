@@ -199,13 +199,13 @@ class Held:
         if isinstance(x, IMMUTABLE_TYPES) or id(x) in self._visits:
             return
         self._visits.add(id(x))
-        if isinstance(x, (nn.Module, SimpleNamespace)):
-            self._follow(path, x.__dict__)
-        elif type(x) in (dict, OrderedDict):
+        if type(x) in (dict, OrderedDict):
             self._containers.append((path, x, dict(x)))
             for key, value in x.items():
                 if type(value) not in IMMUTABLE_TYPES:
                     self._follow(path if key in OF_MODULES else f"{path}.{key}".lstrip("."), value)
+        elif isinstance(x, (nn.Module, SimpleNamespace)):
+            self._follow(path, x.__dict__)
         elif type(x) in (list, set, deque, tuple):
             if not isinstance(x, tuple):
                 self._containers.append((path, x, x.copy()))

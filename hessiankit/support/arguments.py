@@ -140,7 +140,7 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
 def check_whole(caller: str, value: Any) -> None:
     """Raise InputError for a module, or tensors by name, whose values are spread over processes or were freed by FSDP."""
     for prefix, key, part in _parts(value):
-        kind, is_tensor = _traits(type(part))
+        kind, is_tensor = _traits(type(part))  # type: ignore[arg-type]
         if kind is not None or (is_tensor and _is_freed(part)):
             name = f"{prefix}.{key}".strip(".")
             state = f"is sharded ({kind}), and only part" if kind else "was gathered by FSDP and freed, and none"

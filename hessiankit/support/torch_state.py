@@ -110,15 +110,18 @@ def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def read_numbers(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return tensors of one entry as numbers, with one synchronisation for each device and dtype.
+    """Return tensors of one entry as numbers, with one synchronisation for each accelerator and dtype.
 
     >>> read_numbers([torch.tensor(1.5), torch.tensor(True), torch.tensor([2.5])])
     [1.5, True, 2.5]
     """
     of_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    numbers = list(tensors)
+    numbers: list[Any] = list(tensors)
     for k, x in enumerate(numbers):
-        of_kind.setdefault((x.device, x.dtype), []).append(k)
+        if x.device.type == "cpu":
+            numbers[k] = x.item()
+        else:
+            of_kind.setdefault((x.device, x.dtype), []).append(k)
     for places in of_kind.values():
         values = torch.stack([numbers[k].detach().reshape(()) for k in places]).tolist()
         for k, value in zip(places, values, strict=True):
@@ -269,10 +272,12 @@ def hand_back_memory(parameters: int) -> None:
 def computed_later(function: Callable[P, R]) -> Callable[P, R]:
     """Run a deferred computation under :data:`TORCH_LOCK` and without the autocast of the code that reads its result."""
 
+    alone = one_at_a_time(function)
+
     @wraps(function)
     def later(*args: P.args, **kwargs: P.kwargs) -> R:
         with full_precision():
-            return one_at_a_time(function)(*args, **kwargs)
+            return alone(*args, **kwargs)
 
     return later
 
