@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,20 +73,19 @@ class Evaluation:
 
     def _check_unchanged(self) -> None:
         """Raise TraceError if the module or the loss computes something else than when the result was made."""
-        if self._nearby is None:
-            return
-        eps = torch.finfo(self.batches[0].dtype).eps
-        for before, now in zip(self._nearby, self._generic_losses(), strict=True):
-            if math.isfinite(before) and not abs(before - now) <= ROUNDING * eps * max(abs(before), abs(now)):
-                raise TraceError(CHANGED.format(f"at generic parameters the loss was {before:.8g}, and is {now:.8g}"))
-
-    def _check_matrix(self, matrix: Tensor) -> None:
-        """Raise TraceError if the matrix, times a vector of generic signs, is not what module and loss give now."""
-        signs, unit = generic(matrix[0], 0).sign(), ROUNDING * self._eps
-        products = [batch.share * linearise(batch, gauss_newton=False).product(signs[None])[0] for batch in self.batches]
-        gap, size = (float(x.abs().max()) for x in (sum(products) - matrix @ signs, torch.linalg.vector_norm(matrix, 1, dim=1)))
-        if not gap <= unit * size and not gap <= unit * self._rounding(outer=False):
-            raise TraceError(CHANGED.format(f"its product with a generic vector is off by {gap / size:.1e}"))
+        unit, matrix = ROUNDING * torch.finfo(self.batches[0].dtype).eps, self._whole
+        if self._nearby is not None:
+            for before, now in zip(self._nearby, self._generic_losses(), strict=True):
+                if math.isfinite(before) and not abs(before - now) <= unit * max(abs(before), abs(now)):
+                    raise TraceError(CHANGED.format(f"at generic parameters the loss was {before:.8g}, and is {now:.8g}"))
+        elif matrix is not None and self.handshake:
+            signs = generic(matrix[0], 0).sign()
+            products = [batch.share * linearise(batch, gauss_newton=False).product(signs[None])[0] for batch in self.batches]
+            gap, size = (
+                float(x.abs().max()) for x in (sum(products) - matrix @ signs, torch.linalg.vector_norm(matrix, 1, dim=1))
+            )
+            if not gap <= unit * size and not gap <= unit * self._rounding(outer=False):
+                raise TraceError(CHANGED.format(f"its product with a generic vector is off by {gap / size:.1e}"))
 
     @property
     def handshake(self) -> bool:
@@ -128,10 +126,7 @@ class Evaluation:
         for batch in self.batches:
             check_fits(batch, "ggn")
         self._check_unchanged()
-        outer = self._matrix(self.batches, None, outer=True)
-        if self._whole is not None and self._nearby is None and self.handshake:
-            self._check_matrix(self._whole)
-        return outer
+        return self._matrix(self.batches, None, outer=True)
 
     @computed_later
     def block(self, i: str, j: str) -> Tensor:
@@ -199,8 +194,6 @@ class Evaluation:
             diagonal = self._whole.diagonal()
             flat = [n for n, rows in self.batches[0].slices.items() if not bool(diagonal[rows].any())]
             names = [n for n in flat if not bool(self._whole[self.batches[0].slices[n]].any())]
-        if names:
-            self._check_unchanged()
         reaching: set[str] = set().union(*(batch.reached() for batch in self.batches)) if names else set()
         return tuple(name for name in names if name not in reaching)
 
@@ -260,16 +253,9 @@ class Evaluation:
 
     def _rounding(self, *, outer: bool) -> float:
         """Return the largest rounding error of the product with random signs, for a unit roundoff of 1."""
-        generator = torch.Generator().manual_seed(0)
-        drawn = {
-            n: torch.randint(0, 2, x.shape, generator=generator, device="cpu") for n, x in self.batches[0].parameters.items()
-        }
-        largest = []
-        for batch in self.batches:
-            direction = {name: 2 * drawn[name].to(x) - 1 for name, x in batch.parameters.items()}
-            _, errors = rounding_errors(batch, direction, gauss_newton=outer)
-            largest.append(batch.share * max(float(x.abs().max()) for x in errors.values()))
-        return math.fsum(largest)
+        direction = {name: generic(x, k).sign() for k, (name, x) in enumerate(self.batches[0].parameters.items())}
+        errors = ((batch.share, rounding_errors(batch, direction, gauss_newton=outer)[1]) for batch in self.batches)
+        return math.fsum(share * max(float(x.abs().max()) for x in products.values()) for share, products in errors)
 
     def panel(
         self, parts: Sequence[tuple[range, range]], n: int, *, outer: bool = False, look: Look | None = None
@@ -299,11 +285,12 @@ class Evaluation:
         samples, done = sum(batch.n_samples for batch in batches), 0
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
-        options: dict[str, Any] = {"batch_size": self.batch_size, "gauss_newton": outer, "on_memory": look}
         for batch in batches:
             tell = None if progress is None else _shifted(progress, done, samples)
             try:
-                value, names = assemble(batch, matrix, progress=tell, **options)
+                value, names = assemble(
+                    batch, matrix, batch_size=self.batch_size, progress=tell, gauss_newton=outer, on_memory=look
+                )
             except TraceError:
                 if batch.reached():
                     raise

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import inf
 
-from hessiankit.engine.cost import CALL, MATMUL, STEP, plan_cost, section_cost
+from hessiankit.engine.cost import CALL, MATMUL, STEP, section_cost
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import IdentityJacobian, WeightJacobian, key
 from hessiankit.engine.paths import Paths, Place, Reach
@@ -35,9 +35,10 @@ def sections(paths: Paths, cuts: Collection[int] | None = None, *, is_diagonal: 
         is_diagonal: Whether only curvature of places with themselves is computed.
     """
     plan = _Division(paths, is_diagonal=is_diagonal)
-    values = {n: paths.steps[n].output for n in plan.stream}
     first, last = -1, len(paths.steps) - 1
-    bounds = plan.cheapest(first, last) if cuts is None else [first, *(n for n in plan.stream if values[n] in cuts), last]
+    bounds = (
+        plan.cheapest(first, last) if cuts is None else [first, *(n for n in plan.stream if paths.steps[n].output in cuts), last]
+    )
     return [plan.section(start, stop) for start, stop in pairwise(bounds)][::-1]
 
 
@@ -75,8 +76,7 @@ class _Division:
     @cached_property
     def _levels(self) -> dict[int, int]:
         """Axes of the value after a step of the stream that index rows which stay apart up to the loss."""
-        levels: dict[int, int] = {}
-        end = len(self.paths.steps) - 1
+        levels, end = dict[int, int](), len(self.paths.steps) - 1
         for n in reversed(self.stream):
             at = self.paths.steps[n].output
             places = [place.at for k, place in self._numbered_places if n < k <= end and not self.is_diagonal]
@@ -163,7 +163,7 @@ def sweeps(paths: Paths, section: Section, *, is_diagonal: bool = False) -> list
             pairs = zip(place.jacobians, stops, strict=True)
             entries = [IdentityJacobian(u.parameter, u.at, stop - u.size, u.size) for u, stop in pairs]
             by_entry = SweepPlan(path, [Directions(place, 0, place.size, list(entries), True)], numbers, False)
-            new = min(new, by_entry, key=lambda plan: plan_cost(paths, plan, section, is_diagonal=is_diagonal).work)
+            new = min(new, by_entry, key=lambda plan: section_cost(paths, section, plan, is_diagonal=is_diagonal).work)
             (d,), by_pairs = new.directions, new.by_pairs
         space = numbers + (0 if by_pairs else sizes * d.groups)
         last = plans[-1] if plans else None
