@@ -361,9 +361,10 @@ def hessian(
         with torch.no_grad():
             write_matrix(path, evaluation, overwrite=overwrite, resume=resume)
     result = hessian_of(evaluation, out if isinstance(out, Tensor) else None, lazy=lazy)
-    if not lazy:
+    if lazy:
+        evaluation.seal()
+    else:
         evaluation.seconds = time.perf_counter() - start
-    evaluation.seal()
     return result
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,14 @@ from hessiankit.request.second_order import compare_second_order
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.memory import available_memory, check_matrix
 from hessiankit.support.torch_state import computed_later
+from hessiankit.tracing.derivative_tests import generic
 
 Progress = Callable[[int, int], None]
 Look = Callable[[int], None]
+CHANGED = (
+    "hessian: something that the module or the loss reads has changed since this result was made: {}; read what you need before "
+    "it changes, or call hessian again"
+)
 NEARBY = (0.1, 1e-3)  # distances of generic parameters from the given ones; the second where the first has no finite loss
 
 
@@ -55,7 +59,7 @@ class Evaluation:
         self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
 
     def seal(self) -> None:
-        """Record the module's loss at generic parameters; later computations are compared with it.
+        """Record the module's loss at generic parameters; what is computed later, without a matrix, is compared with it.
 
         Loss and gradient at the parameters themselves do not show everything that a second derivative depends on: the strength
         of a penalty at its minimum, for instance.
@@ -69,16 +73,19 @@ class Evaluation:
 
     def _check_unchanged(self) -> None:
         """Raise TraceError if the module or the loss computes something else than when the result was made."""
-        if self._nearby is None:
-            return
-        eps = torch.finfo(self.batches[0].dtype).eps
-        for recorded, present in zip(self._nearby, self._generic_losses(), strict=True):
-            if math.isfinite(recorded) and not abs(recorded - present) <= ROUNDING * eps * max(abs(recorded), abs(present)):
-                raise TraceError(
-                    "hessian: something that the module or the loss reads has changed since this result was made: at generic "
-                    f"parameters the loss was {recorded:.8g}, and is {present:.8g}; read what you need before it changes, or "
-                    "call hessian again"
-                )
+        unit, matrix = ROUNDING * torch.finfo(self.batches[0].dtype).eps, self._whole
+        if self._nearby is not None:
+            for recorded, present in zip(self._nearby, self._generic_losses(), strict=True):
+                if math.isfinite(recorded) and not abs(recorded - present) <= unit * max(abs(recorded), abs(present)):
+                    raise TraceError(CHANGED.format(f"at generic parameters the loss was {recorded:.8g}, and is {present:.8g}"))
+        elif matrix is not None and self.handshake:
+            signs = generic(matrix[0], 0).sign()
+            products = [batch.share * linearise(batch, gauss_newton=False).product(signs[None])[0] for batch in self.batches]
+            gap, size = (
+                float(x.abs().max()) for x in (sum(products) - matrix @ signs, torch.linalg.vector_norm(matrix, 1, dim=1))
+            )
+            if not gap <= unit * size and not gap <= unit * self._rounding(outer=False):
+                raise TraceError(CHANGED.format(f"its product with a generic vector is off by {gap / size:.1e}"))
 
     @property
     def handshake(self) -> bool:
@@ -185,8 +192,6 @@ class Evaluation:
             diagonal = self._whole.diagonal()
             flat = [n for n, rows in self.batches[0].slices.items() if not bool(diagonal[rows].any())]
             names = [n for n in flat if not bool(self._whole[self.batches[0].slices[n]].any())]
-        if names:
-            self._check_unchanged()
         reaching: set[str] = set().union(*(batch.reached() for batch in self.batches)) if names else set()
         return tuple(name for name in names if name not in reaching)
 
@@ -246,16 +251,9 @@ class Evaluation:
 
     def _rounding(self, *, outer: bool) -> float:
         """Return the largest rounding error of the product with random signs, for a unit roundoff of 1."""
-        generator = torch.Generator().manual_seed(0)
-        directions = {
-            n: torch.randint(0, 2, x.shape, generator=generator, device="cpu") for n, x in self.batches[0].parameters.items()
-        }
-        largest = []
-        for batch in self.batches:
-            direction = {name: 2 * directions[name].to(x) - 1 for name, x in batch.parameters.items()}
-            _, errors = rounding_errors(batch, direction, gauss_newton=outer)
-            largest.append(batch.share * max(float(x.abs().max()) for x in errors.values()))
-        return math.fsum(largest)
+        direction = {name: generic(x, k).sign() for k, (name, x) in enumerate(self.batches[0].parameters.items())}
+        errors = ((batch.share, rounding_errors(batch, direction, gauss_newton=outer)[1]) for batch in self.batches)
+        return math.fsum(share * max(float(x.abs().max()) for x in products.values()) for share, products in errors)
 
     def panel(
         self, parts: Sequence[tuple[range, range]], n: int, *, outer: bool = False, look: Look | None = None
@@ -285,11 +283,12 @@ class Evaluation:
         samples, finished = sum(batch.n_samples for batch in batches), 0
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
-        options: dict[str, Any] = {"batch_size": self.batch_size, "gauss_newton": outer, "on_memory": look}
         for batch in batches:
             tell = None if progress is None else _shifted(progress, finished, samples)
             try:
-                value, names = assemble(batch, matrix, progress=tell, **options)
+                value, names = assemble(
+                    batch, matrix, batch_size=self.batch_size, progress=tell, gauss_newton=outer, on_memory=look
+                )
             except TraceError:
                 if batch.reached():
                     raise

@@ -70,17 +70,10 @@ def sweep_cost(paths: Paths, sections: Sequence[Section], *, is_diagonal: bool =
     return count.total()
 
 
-def section_cost(paths: Paths, section: Section, *, is_diagonal: bool = False) -> SweepCost:
-    """Return the cost of the rows of one section."""
+def section_cost(paths: Paths, section: Section, plan: SweepPlan | None = None, *, is_diagonal: bool = False) -> SweepCost:
+    """Return the cost of the rows of one section, or of one sweep of it."""
     count = _Count(paths, is_diagonal=is_diagonal)
-    count.section(section)
-    return count.total()
-
-
-def plan_cost(paths: Paths, plan: SweepPlan, section: Section, *, is_diagonal: bool = False) -> SweepCost:
-    """Return the cost of one sweep of a section."""
-    count = _Count(paths, is_diagonal=is_diagonal)
-    count.plan(plan, section)
+    count.section(section) if plan is None else count.plan(plan, section)
     return count.total()
 
 

@@ -58,10 +58,9 @@ class KernelSum:
         library = kernels()
         assert library is not None
         factors = [factor for term in self.terms for factor in term]
-        past_caches = self.overwrites and self.into.untyped_storage().nbytes() > CACHES
-        mode = int(self.overwrites) + int(past_caches)
-        numbers = [self.rows, len(self.terms), int(self.symmetric), mode, *(n for axis in self.axes for n in axis)]
-        numbers += [stride for factor in factors for stride in factor.strides]
+        mode = int(self.overwrites) * (1 + (self.into.untyped_storage().nbytes() > CACHES))  # 2: past the caches
+        sizes, strides = (n for axis in self.axes for n in axis), (stride for factor in factors for stride in factor.strides)
+        numbers = [self.rows, len(self.terms), int(self.symmetric), mode, *sizes, *strides]
         threads = torch.get_num_threads() if self.rows * math.prod(size for size, _ in self.axes) > SMALL else 1
         skew = (ctypes.c_double * 2)()
         failed = library.hessiankit_sum(

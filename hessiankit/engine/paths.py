@@ -125,8 +125,9 @@ class Paths:
     def __init__(self, trace: Trace, loss_side: set[int] | None = None, scale: float = 1.0, *, by_column: bool = False) -> None:
         reassociate(trace)
         self.trace, self.output = trace, trace.output
-        self.adjoints = trace.adjoints(scale)
         self._loss_side = loss_side
+        self._linearised: dict[int, Linearised] = {}  # what moves, with its second derivative, until the steps are made
+        self.adjoints = trace.adjoints(scale, linearise=self._linearise)
         self._sites = find_sites(trace)
         self._applications = {a.output: a for a in trace.applications if a.output in self.adjoints}
         self._live_values = self._values_that_are_read()
@@ -135,6 +136,7 @@ class Paths:
             self._sites = find_sites(replace(trace, parameters=parameters))
             self._live_values = self._values_that_are_read()
         self.steps = [step for a in self._applications.values() if (step := self._step(a)) is not None]
+        self._linearised.clear()
         self.places = self._places()
         self.by_value = {place.at: place for place in self.places}
         self._rowwise: dict[tuple[object, ...], bool] = {}
@@ -166,8 +168,7 @@ class Paths:
 
     def numbers(self, path: Iterable[Step], *, is_diagonal: bool = False) -> int:
         """Return the numbers that one direction takes on a path, pushed and pulled; ``is_diagonal``: pushed."""
-        works = map(self.step_work, path)
-        return sum(work.tangent_numbers if is_diagonal else work.numbers for work in works)
+        return sum(work.tangent_numbers if is_diagonal else work.numbers for work in map(self.step_work, path))
 
     def multiplications(self, path: Sequence[Step], *, is_diagonal: bool = False, columns_of: int | None = None) -> float:
         """Return the multiply-adds of the products on a path, for one direction.
@@ -247,8 +248,18 @@ class Paths:
         moves = [at is not None for at in inputs]
         if not any(moves) or not (a.output in self._live_values or a.output == self.output):
             return None
-        adjoint = self.adjoints[a.output] if self._bends(a) else None
-        return Step(a.primitive.linearise(self.trace.gather(a), adjoint, moves), inputs, a.output)  # type: ignore[arg-type]
+        if inputs != self.trace.moving_inputs(a):
+            self._linearise(a, self.adjoints[a.output], moves)
+        return Step(self._linearised[a.output], inputs, a.output)
+
+    def _linearise(self, a: Application, adjoint: Tensor, moves: Sequence[bool]) -> Linearised:
+        """Linearise an application with respect to some inputs."""
+        self._linearised[a.output] = a.primitive.linearise(
+            self.trace.gather(a),  # type: ignore[arg-type]
+            adjoint if self._bends(a) else None,
+            moves,
+        )
+        return self._linearised[a.output]
 
     def _places(self) -> list[Place]:
         trace, places = self.trace, list[Place]()
@@ -330,7 +341,7 @@ class Reach:
         self._moving_values: set[int] = set()
         self._path_steps: dict[int, Step] = {}
         self._levels = list(range(1, 1 + max((self._paths.value(step.output).ndim for step in self._steps), default=0)))
-        self.numbers, self.multiplications = 0, 0.0
+        self.numbers = 0
 
     def add(self, value: int) -> None:
         """Add a value and the steps that depend on it."""
@@ -360,11 +371,11 @@ class Reach:
     def _count(self, step: Step, times: int) -> None:
         work = self._paths.step_work(step)
         self.numbers += times * (work.tangent_numbers if self._is_diagonal else work.numbers)
-        self.multiplications += times * work.multiplications(is_diagonal=self._is_diagonal)
         self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
 
 
 def _meet(u: ParameterJacobian, jacobians: Sequence[ParameterJacobian]) -> bool:
     """Tell whether an entry of a parameter enters another place too."""
-    candidates = [v for v in jacobians if v.parameter == u.parameter]
-    return any(u.at is None or v.at is None or bool(torch.isin(u.at, v.at).any()) for v in candidates)
+    return any(
+        u.at is None or v.at is None or bool(torch.isin(u.at, v.at).any()) for v in jacobians if v.parameter == u.parameter
+    )

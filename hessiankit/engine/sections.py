@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import inf
 
-from hessiankit.engine.cost import CALL, MATMUL, STEP, plan_cost, section_cost
+from hessiankit.engine.cost import CALL, MATMUL, STEP, section_cost
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import IdentityJacobian, WeightJacobian, key
 from hessiankit.engine.paths import Paths, Place, Reach
@@ -35,9 +35,10 @@ def sections(paths: Paths, cuts: Collection[int] | None = None, *, is_diagonal: 
         is_diagonal: Whether only curvature of places with themselves is computed.
     """
     plan = _Division(paths, is_diagonal=is_diagonal)
-    values = {n: paths.steps[n].output for n in plan.stream}
     first, last = -1, len(paths.steps) - 1
-    bounds = plan.cheapest(first, last) if cuts is None else [first, *(n for n in plan.stream if values[n] in cuts), last]
+    bounds = (
+        plan.cheapest(first, last) if cuts is None else [first, *(n for n in plan.stream if paths.steps[n].output in cuts), last]
+    )
     return [plan.section(start, stop) for start, stop in pairwise(bounds)][::-1]
 
 
@@ -70,16 +71,18 @@ class _Division:
         widths = list(accumulate(crossing))
         self.stream = [n for n, step in enumerate(paths.steps[:-1]) if widths[n] == 1 and step.output in reads]
         self._numbered_places = [(born[place.at], place) for place in paths.places]
-        self._levels: dict[int, int] = {}  # axes of the value after a step that index rows which stay apart up to the loss
-        end = len(paths.steps) - 1
-        for n in reversed(self.stream):
-            at, places = (
-                paths.steps[n].output,
-                [place.at for k, place in self._numbered_places if n < k <= end and not is_diagonal],
-            )
-            level = paths.level(at, paths.reach([at, *places], paths.steps[n + 1 : end + 1]))
-            self._levels[n], end = min(level, self._levels.get(end, level)), n
         self.section, self.work = cache(self._section), cache(self._work)
+
+    @cached_property
+    def _levels(self) -> dict[int, int]:
+        """Axes of the value after a step of the stream that index rows which stay apart up to the loss."""
+        levels, end = dict[int, int](), len(self.paths.steps) - 1
+        for n in reversed(self.stream):
+            at = self.paths.steps[n].output
+            places = [place.at for k, place in self._numbered_places if n < k <= end and not self.is_diagonal]
+            level = self.paths.level(at, self.paths.reach([at, *places], self.paths.steps[n + 1 : end + 1]))
+            levels[n], end = min(level, levels.get(end, level)), n
+        return levels
 
     def cheapest(self, first: int, last: int) -> list[int]:
         """Return the bounds of sections whose sweeps take least: cuts are left out one by one, the costliest first."""
@@ -160,7 +163,7 @@ def sweeps(paths: Paths, section: Section, *, is_diagonal: bool = False) -> list
             pairs = zip(place.jacobians, stops, strict=True)
             entries = [IdentityJacobian(u.parameter, u.at, stop - u.size, u.size) for u, stop in pairs]
             by_entry = SweepPlan(path, [Directions(place, 0, place.size, list(entries), True)], numbers, False)
-            new = min(new, by_entry, key=lambda plan: plan_cost(paths, plan, section, is_diagonal=is_diagonal).work)
+            new = min(new, by_entry, key=lambda plan: section_cost(paths, section, plan, is_diagonal=is_diagonal).work)
             (d,), by_pairs = new.directions, new.by_pairs
         space = numbers + (0 if by_pairs else sizes * d.groups)
         last = plans[-1] if plans else None

@@ -15,7 +15,7 @@ from hessiankit.request.loss import Loss
 from hessiankit.request.selection import ByName
 from hessiankit.request.state import ModuleState
 from hessiankit.support.containers import address, named_tensors, samples
-from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
+from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path
 from hessiankit.tracing.one_dtype import widest
 
 
@@ -49,7 +49,7 @@ class ModulePoint:
     parameters: dict[str, Tensor]
     state: ModuleState
 
-    @property
+    @cached_property
     def slices(self) -> dict[str, slice]:
         """Columns of each parameter in the Hessian, in the order of ``named_parameters()``."""
         columns, start = {}, 0
@@ -66,7 +66,7 @@ class ModulePoint:
         aliases = {name: name_of_leaf[id(p)] for name, p in names if id(p) in name_of_leaf and name not in self.parameters}
         return ByName(((name, tuple(p.shape)) for name, p in self.parameters.items()), aliases)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of parameters P."""
         return sum(p.numel() for p in self.parameters.values())
@@ -85,12 +85,12 @@ class ModulePoint:
         rows = {name: padding_rows.get(id(leaf)) for name, leaf in self.leaves.items()}
         return {name: row for name, row in rows.items() if row is not None}
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of results: the widest of the parameters' types, at least float32."""
         return widest(p.dtype for p in self.parameters.values())
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Device of the parameters and of results."""
         return next(iter(self.parameters.values())).device
@@ -102,14 +102,12 @@ class ModulePoint:
             with torch.enable_grad(), self.state.present():
                 yield
             return
-        with (
-            TORCH_LOCK,
-            preserved_random_states(self.module),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            self.state.present(parameters),
-        ):
-            yield
+        with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad(), self.state.present(parameters):
+            random = self.state.random_states()
+            try:
+                yield
+            finally:
+                random.restore()
 
 
 @dataclass(frozen=True)

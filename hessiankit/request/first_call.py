@@ -51,7 +51,7 @@ def first_call(point: ModulePoint, loss: Loss, inputs: Any, target: Any, *, hand
     _check_constant_rows(batch_of_copies, inputs)
     pairs = zip(named_tensors(data, ""), named_tensors(copies, ""), strict=True)
     record = Held(data, copies=[(name, x, copy) for (name, x), (_, copy) in pairs if x is not copy])
-    random = RandomStates(point.module)
+    random = point.state.random_states()
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
             batch, value = _called(batch_of_user, inputs, handshake=handshake)

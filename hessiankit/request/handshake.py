@@ -21,6 +21,7 @@ from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import has_memory, is_narrow, read_numbers
 from hessiankit.tracing.graph import NUMBER
 from hessiankit.tracing.recording import leaves_course
+from hessiankit.tracing.segment import Segment
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
 from hessiankit.tracing.stopped import held_values
 from hessiankit.tracing.trace import Trace
@@ -53,9 +54,10 @@ class Handshake:
         self._probes: list[Probe] = []
         self._courses: list[list[Any]] = []
         self._agreements: set[str] = set()
-        slopes = batch.reference.gradient.values() if batch.reference is not None else ()
-        largest = read_numbers(_largest(x) for x in slopes if x is not None and x.numel())
-        self._largest = max(filter(math.isfinite, largest), default=0.0)
+        slopes = batch.reference.gradient.items() if batch.reference is not None else ()
+        present = {name: x for name, x in slopes if x is not None and x.numel()}
+        self._largest_slopes = dict(zip(present, read_numbers(map(_largest, present.values())), strict=True))
+        self._largest = max(filter(math.isfinite, self._largest_slopes.values()), default=0.0)
 
     @property
     def compares(self) -> bool:
@@ -69,12 +71,12 @@ class Handshake:
             return
         self._loss += float(trace.values[trace.output])
         self._eps = max(self._eps, trace.eps)
-        if (probe := probe_segments(trace, self._batch.still)) is not None:
-            self._probes.append(probe)
+        if any(isinstance(a.primitive, Segment) for a in trace.applications):
+            probe = probe_segments(trace, self._batch.still)
+            self._probes += [] if probe is None else [probe]
         for name, at in trace.parameters.items():
             if at in adjoints:
-                slope = adjoints[at] / share
-                self._take(name, slope)
+                self._take(name, adjoints[at] if share == 1.0 else adjoints[at] / share)
 
     def complete(self, name: str, slope: Tensor) -> bool:
         """Add a part's derivative with respect to one parameter; compare the sum once it is complete; return whether it is kept.
@@ -200,15 +202,16 @@ class Handshake:
     def _sizes(self, reference: OwnGradient, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
         """Yield names with the largest entry of the trace's gradient, of the module's own, and of their difference."""
         terms: dict[tuple[str, str], Tensor] = {}
+        known = self._largest_slopes if reference is self._batch.reference else {}
         for name in filter(None, names):
             slope_of_trace, slope_of_module = self._gradient.get(name), reference.gradient[name]
             if slope_of_trace is not None and slope_of_trace.numel():
                 terms[name, "trace"] = _largest(slope_of_trace)
-            if slope_of_module is not None and slope_of_module.numel():
+                if slope_of_module is not None:
+                    terms[name, "difference"] = _largest_difference(slope_of_trace, slope_of_module)
+            if slope_of_module is not None and slope_of_module.numel() and name not in known:
                 terms[name, "module"] = _largest(slope_of_module)
-            if (name, "trace") in terms and (name, "module") in terms:
-                terms[name, "difference"] = _largest_difference(slope_of_trace, slope_of_module)  # type: ignore[arg-type]
-        sizes = dict(zip(terms, read_numbers(terms.values()), strict=True))
+        sizes = dict(zip(terms, read_numbers(terms.values()), strict=True)) | {(name, "module"): x for name, x in known.items()}
         for name in names:
             if name:
                 largest, size_of_reference = (sizes.get((name, source), 0.0) for source in ("trace", "module"))
@@ -251,6 +254,8 @@ def _largest(x: Tensor) -> Tensor:
 
 def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
+    if x.numel() <= PART:
+        return _largest(x - y)
     parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
     return torch.stack([_largest(a - b) for a, b in parts]).amax()
 

@@ -244,8 +244,9 @@ def trained_parameters(loss: Callable[..., Any], module: nn.Module) -> dict[str,
     candidates: dict[str, Any] = {}
     for name, x in referred.items():
         candidates.update(x.named_parameters(name) if isinstance(x, nn.Module) else {name: x})
-    of_module = {id(p) for p in module.parameters()}
-    return {n: p for n, p in candidates.items() if isinstance(p, nn.Parameter) and p.requires_grad and id(p) not in of_module}
+    trained = {n: p for n, p in candidates.items() if isinstance(p, nn.Parameter) and p.requires_grad}
+    of_module = {id(p) for p in module.parameters()} if trained else ()
+    return {n: p for n, p in trained.items() if id(p) not in of_module}
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:

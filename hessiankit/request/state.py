@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import different, has_memory, strided_parts, write_values
+from hessiankit.support.torch_state import RandomStates, different, has_memory, strided_parts, write_values
 
-IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
+IMMUTABLE_TYPES = (str, int, bool, float, bytes, type(None))
 """Types of objects that nothing can be written into."""
 
 
@@ -77,7 +77,8 @@ class ModuleState:
             finally:
                 self._contents.restore()
             return
-        contents = self._contents if self._contents.changed() is None else Held(self.module, *self.callables)
+        is_unmoved = self._contents.changed() is None
+        contents = self._contents if is_unmoved else Held(self.module, *self.callables)
         was_present = self.is_present
         with_memory = {name: pair for name, pair in self._tensors.items() if has_memory(pair[0])}
         memory = [(x, x.data, x.data.clone() if values else None) for x, _ in with_memory.values()]
@@ -86,7 +87,7 @@ class ModuleState:
             (x, x.detach().clone() if moved else copy) for (x, copy), moved in zip(others, different(others), strict=True)
         ]
         try:
-            self._contents.restore()
+            self._contents.restore_flags() if is_unmoved else self._contents.restore()
             for name, (x, copy) in with_memory.items():
                 if values is None:
                     x.data = copy.clone() if name in self.written else copy
@@ -115,6 +116,10 @@ class ModuleState:
         """Yield the name of every tensor of the module, the tensor, and the copy of its values."""
         for name, (x, values) in self._tensors.items():
             yield name, x, values
+
+    def random_states(self) -> RandomStates:
+        """Return a snapshot of the random states of the devices that the module is on."""
+        return RandomStates(x.device for x, _ in self._tensors.values())
 
     def holds(self, x: Tensor) -> bool:
         """Tell whether a tensor is one of the module's own."""
@@ -193,12 +198,13 @@ class Held:
         if isinstance(x, IMMUTABLE_TYPES) or id(x) in self._visits:
             return
         self._visits.add(id(x))
-        if isinstance(x, (nn.Module, SimpleNamespace)):
-            self._follow(path, x.__dict__)
-        elif type(x) in (dict, OrderedDict):
+        if type(x) in (dict, OrderedDict):
             self._containers.append((path, x, dict(x)))
             for key, value in x.items():
-                self._follow(path if key in OF_MODULES else f"{path}.{key}".lstrip("."), value)
+                if type(value) not in IMMUTABLE_TYPES:
+                    self._follow(path if key in OF_MODULES else f"{path}.{key}".lstrip("."), value)
+        elif isinstance(x, (nn.Module, SimpleNamespace)):
+            self._follow(path, x.__dict__)
         elif type(x) in (list, set, deque, tuple):
             if not isinstance(x, tuple):
                 self._containers.append((path, x, x.copy()))
@@ -245,10 +251,14 @@ class Held:
             cell.cell_contents = content
         for _, x, state in self._generators:
             x.set_state(state)
+        self.restore_flags()
+        _write_back((x, copy) for _, x, copy in self._copies)
+
+    def restore_flags(self) -> None:
+        """Restore whether tensors require gradients, which is no change of what they hold."""
         for _, x, _, flag in self._tensors:
             if x.is_leaf and x.requires_grad is not flag:
                 x.requires_grad_(flag)
-        _write_back((x, copy) for _, x, copy in self._copies)
 
 
 OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -257,10 +267,10 @@ OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write copies back into the tensors that have other values."""
-    entries = list(pairs)
-    for (x, copy), differs in zip(entries, different(entries), strict=True):
-        if differs:
-            write_values(x, copy)
+    if entries := list(pairs):
+        for (x, copy), differs in zip(entries, different(entries), strict=True):
+            if differs:
+                write_values(x, copy)
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

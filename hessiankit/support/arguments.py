@@ -8,7 +8,7 @@ import re
 import sys
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -139,9 +139,10 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
 
 def check_whole(caller: str, value: Any) -> None:
     """Raise InputError for a module, or tensors by name, whose values are spread over processes or were freed by FSDP."""
-    for name, part in _parts(value):
-        kind = next((base.__name__ for base in type(part).__mro__ if base.__name__ in SHARDED), None)
-        if kind is not None or _is_freed(part):
+    for prefix, key, part in _parts(value):
+        kind, is_tensor = _traits(type(part))  # type: ignore[arg-type]
+        if kind is not None or (is_tensor and _is_freed(part)):
+            name = f"{prefix}.{key}".strip(".")
             state = f"is sharded ({kind}), and only part" if kind else "was gathered by FSDP and freed, and none"
             raise InputError(
                 f"{caller}: {repr(name) if name else 'the module'} {state} of its values is here; use "
@@ -149,22 +150,27 @@ def check_whole(caller: str, value: Any) -> None:
             )
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield modules and tensors, by name, of a module or of a mapping; nothing for other arguments."""
+def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield modules and tensors, by the two parts of their names, of a module or of a mapping; nothing for other values."""
     if isinstance(value, Mapping):
-        yield from ((str(key), x) for key, x in value.items())
+        yield from (("", key, x) for key, x in value.items())
     elif not isinstance(value, type) and callable(getattr(value, "named_modules", None)):
         for prefix, module in value.named_modules():
-            yield prefix, module
-            tensors = (*module._parameters.items(), *module._buffers.items(), *vars(module).items())
-            yield from ((f"{prefix}.{key}".lstrip("."), x) for key, x in tensors)
+            yield prefix, "", module
+            for tensors in (module._parameters, module._buffers, vars(module)):
+                yield from ((prefix, key, x) for key, x in tensors.items())
+
+
+@lru_cache(1024)  # classes that a program makes one after the other are released
+def _traits(kind: type) -> tuple[str | None, bool]:
+    """Return the name of the sharded class that a class derives from, if any, and whether it is of tensors with memory."""
+    names = [base.__name__ for base in kind.__mro__]
+    is_tensor = "Tensor" in names and "UninitializedTensorMixin" not in names and not hasattr(kind, "__tensor_flatten__")
+    return next((name for name in names if name in SHARDED), None), is_tensor
 
 
 def _is_freed(x: Any) -> bool:
-    """Tell whether a tensor has entries and no memory for them; a lazy, meta or wrapping one has none anyway."""
-    kinds = {base.__name__ for base in type(x).__mro__}
-    if "Tensor" not in kinds or "UninitializedTensorMixin" in kinds or hasattr(x, "__tensor_flatten__"):
-        return False
+    """Tell whether a tensor has entries and no memory for them; a meta one has none anyway."""
     is_held = str(x.layout) == "torch.strided" and not x.is_meta and not x.is_nested
     return is_held and bool(x.numel()) and not x.untyped_storage().nbytes()
 

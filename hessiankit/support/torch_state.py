@@ -110,15 +110,18 @@ def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def read_numbers(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return tensors of one entry as numbers, with one synchronisation for each device and dtype.
+    """Return tensors of one entry as numbers, with one synchronisation for each accelerator and dtype.
 
     >>> read_numbers([torch.tensor(1.5), torch.tensor(True), torch.tensor([2.5])])
     [1.5, True, 2.5]
     """
     of_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    numbers = list(tensors)
+    numbers: list[Any] = list(tensors)
     for k, x in enumerate(numbers):
-        of_kind.setdefault((x.device, x.dtype), []).append(k)
+        if x.device.type == "cpu":
+            numbers[k] = x.item()
+        else:
+            of_kind.setdefault((x.device, x.dtype), []).append(k)
     for places in of_kind.values():
         values = torch.stack([numbers[k].detach().reshape(()) for k in places]).tolist()
         for k, value in zip(places, values, strict=True):
@@ -142,6 +145,8 @@ def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
         if not differences[k]:
             bits = [(a.view(torch.uint8), b.view(torch.uint8)) if is_narrow(a) else (a, b) for a, b in parts]
             comparisons += [(k, a, b) for a, b in bits if a.device.type != "cpu" or not torch.equal(a, b)]
+    if not comparisons:
+        return differences
     unequal = read_numbers(((a != b) & ((a == a) | (b == b))).any() for _, a, b in comparisons)
     for (k, _, _), value in zip(comparisons, unequal, strict=True):
         differences[k] = differences[k] or value
@@ -170,7 +175,7 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def preserved_random_states(model: nn.Module) -> Iterator[RandomStates]:
     """Restore the random states of Python, NumPy, the CPU and the model's devices afterwards."""
-    states = RandomStates(model)
+    states = RandomStates(x.device for x in (*model.parameters(), *model.buffers()))
     try:
         yield states
     finally:
@@ -178,16 +183,16 @@ def preserved_random_states(model: nn.Module) -> Iterator[RandomStates]:
 
 
 class RandomStates:
-    """A snapshot of the random states of Python, NumPy, the CPU and a model's devices."""
+    """A snapshot of the random states of Python, NumPy, the CPU and some other devices."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         numpy = np.random
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
             (random.getstate, random.setstate),
             (numpy.get_state, numpy.set_state),
             (torch.get_rng_state, torch.set_rng_state),
         ]
-        for device in {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}:
+        for device in {device for device in devices if device.type not in ("cpu", "meta")}:
             module, where = torch.get_device_module(device.type), {} if device.type == "mps" else {"device": device}
             self._generators.append((partial(module.get_rng_state, **where), partial(module.set_rng_state, **where)))
         self._states = [read() for read, _ in self._generators]
@@ -267,10 +272,12 @@ def hand_back_memory(parameters: int) -> None:
 def computed_later(function: Callable[P, R]) -> Callable[P, R]:
     """Run a deferred computation under :data:`TORCH_LOCK` and without the autocast of the code that reads its result."""
 
+    alone = one_at_a_time(function)
+
     @wraps(function)
     def later(*args: P.args, **kwargs: P.kwargs) -> R:
         with full_precision():
-            return one_at_a_time(function)(*args, **kwargs)
+            return alone(*args, **kwargs)
 
     return later
 
@@ -328,12 +335,14 @@ def ieee_arithmetic() -> Iterator[None]:
     """
     settings = _float32_settings()
     try:
-        torch.set_float32_matmul_precision("highest")
-        _set_flag(torch.backends.cudnn, "allow_tf32", False)
+        if [value for *_, value in settings] != ["highest", False]:
+            torch.set_float32_matmul_precision("highest")
+            _set_flag(torch.backends.cudnn, "allow_tf32", False)
         yield
     finally:
-        for part, name, value in settings:
-            torch.set_float32_matmul_precision(value) if part is torch else _set_flag(part, name, value)
+        if _float32_settings() != settings:
+            for part, name, value in settings:
+                torch.set_float32_matmul_precision(value) if part is torch else _set_flag(part, name, value)
 
 
 def _set_flag(part: Any, name: str, value: Any) -> None:
@@ -366,13 +375,15 @@ def ordinary_path(*callables: Any) -> Iterator[None]:
     with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
         fast_path, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
         torch.backends.mha.set_fastpath_enabled(False)
-        _set_flag(torch.backends.cudnn, "enabled", cudnn and not any(map(_is_recurrent, callables)))
+        if cudnn and any(map(_is_recurrent, callables)):
+            _set_flag(torch.backends.cudnn, "enabled", False)
         try:
             with full_precision():
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            _set_flag(torch.backends.cudnn, "enabled", cudnn)
+            if torch.backends.cudnn.enabled != cudnn:
+                _set_flag(torch.backends.cudnn, "enabled", cudnn)
 
 
 def _is_recurrent(x: Any) -> bool:

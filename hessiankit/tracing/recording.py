@@ -93,6 +93,7 @@ except ImportError:  # a torch that has moved it: ``can_record`` says so
 _INTERNALS: Any = torch._C
 _NEW = frozenset(getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty"))
 _NORM = aten.linalg_vector_norm.default  # its backward is zero at a vector of zeros, where that of its parts is not finite
+_PRODUCTS = (aten.matmul.default, aten.linear.default)  # whole where both are matrices: to enter a mode takes as long as they do
 _DUAL = (aten._make_dual.default, aten._unpack_dual.default)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
@@ -306,6 +307,8 @@ class _Recorder(ProxyTorchDispatchMode):
         twin = None if func in self.decompositions else functional_twin(func)
         operation = func if twin is None else twin
         if operation not in self.decompositions or (twin is not None and not _moves(args, kwargs)):
+            return NotImplemented
+        if operation in _PRODUCTS and min(x.ndim for x in args[:2]) >= 2:
             return NotImplemented
         course = self.builder.recording.course
         length = len(course)

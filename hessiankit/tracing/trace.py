@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hessiankit.primitives.cast import Cast
 from hessiankit.primitives.indexing import Take, Where
 from hessiankit.primitives.linear import Add, Expand
-from hessiankit.primitives.primitive import Primitive
+from hessiankit.primitives.primitive import Linearised, Primitive
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import address
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
@@ -132,10 +132,16 @@ class Trace(Printed):
         return values
 
     @torch.no_grad()
-    def adjoints(self, scale: float = 1.0, apply: Apply | None = None) -> dict[int, Tensor]:
+    def adjoints(
+        self,
+        scale: float = 1.0,
+        apply: Apply | None = None,
+        linearise: Callable[[Application, Tensor, Sequence[bool]], Linearised] | None = None,
+    ) -> dict[int, Tensor]:
         """Return lambda_v = d(scale * output) / d(value v) for every value on the way to the scalar output, by id.
 
-        One reverse sweep: lambda(inputs of v) += D phi_v^T lambda_v, which ``apply`` computes.
+        One reverse sweep: lambda(inputs of v) += D phi_v^T lambda_v, which ``apply`` computes; ``linearise`` is called with an
+        application, the adjoint of its output, and the inputs that move.
         """
         seed = torch.full_like(self.values[self.output], scale)
         adjoints = {self.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
@@ -143,7 +149,10 @@ class Trace(Printed):
             adjoint, ids = adjoints.get(application.output), self.moving_inputs(application)
             if adjoint is not None:
                 motion = [at is not None for at in ids]
-                at_point = application.primitive.linearise(self.gather(application), None, motion)  # type: ignore[arg-type]
+                if linearise is None:
+                    at_point = application.primitive.linearise(self.gather(application), None, motion)  # type: ignore[arg-type]
+                else:
+                    at_point = linearise(application, adjoint[0], motion)
                 covectors = at_point.pull(adjoint) if apply is None else apply(partial(pull_one, at_point.pull), [adjoint])
                 accumulate(adjoints, ids, covectors)
         return {at: adjoint[0] for at, adjoint in adjoints.items()}
