@@ -67,8 +67,7 @@ def test_the_paper_preset_has_the_printed_parameters_or_says_why_not(name: str, 
     words = f"{model.parameters.value} in print ({model.parameters.place})"
     if f"{name} {size}" in DIFFERENT:
         assert (count, agreement(model, count)) == (DIFFERENT[f"{name} {size}"], f"{words}; {model.why}")
-        assert len(model.why) > 20
-        assert "/" not in model.why or claims(id=model.why)[0].verdict == "WRONG AS PRINTED"
+        assert claims(id=model.why)[0].verdict in ("WRONG AS PRINTED", "VAGUE")
     else:
         assert count == pytest.approx(printed, rel=0.04)
         assert agreement(model, count) == words
