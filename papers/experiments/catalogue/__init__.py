@@ -14,7 +14,19 @@ from papers.experiments.catalogue import curse_of_depth, curvature_gap, hybridno
 from papers.experiments.catalogue.preset import Experiment, Model, Printed, at
 from papers.experiments.spec import Spec
 
-__all__ = ["EXPERIMENTS", "NO_RUN", "PRESETS", "Experiment", "Model", "Printed", "experiment_of", "numbers_of", "slug", "specs"]
+__all__ = [
+    "EXPERIMENTS",
+    "NO_RUN",
+    "PRESETS",
+    "Experiment",
+    "Model",
+    "Printed",
+    "experiment_of",
+    "name_of",
+    "numbers_of",
+    "slug",
+    "specs",
+]
 PRESETS = ("paper", "small", "tiny")
 EXPERIMENTS: dict[str, Experiment] = {
     **curse_of_depth.EXPERIMENTS, **hybridnorm.EXPERIMENTS, **sharpness_disparity.EXPERIMENTS, **curvature_gap.EXPERIMENTS,
@@ -23,11 +35,11 @@ EXPERIMENTS: dict[str, Experiment] = {
 NO_RUN = {
     "curse-of-depth/fig2": "weights of Qwen3-8B, DeepSeek-7B, LLaMA2-13B, BERT-Large: hessiankit.depth_diagnostics on them",
     "curse-of-depth/fig9": "weights of Qwen2.5-VL-7B: hessiankit.depth_diagnostics on them",
-    "curse-of-depth/table2": "supervised fine-tuning of Table 1's models on Commonsense170K, then lm-evaluation-harness",
-    "hybridnorm/table1": "lm-evaluation-harness on the models of hybridnorm/fig1",
-    "hybridnorm/table2": "lm-evaluation-harness on the models of hybridnorm/fig3",
+    "curse-of-depth/table2": "supervised fine-tuning of Table 1's models on Commonsense170K, then python -m papers evaluate",
+    "hybridnorm/table1": "python -m papers evaluate on the models of hybridnorm/fig1",
+    "hybridnorm/table2": "python -m papers evaluate on the models of hybridnorm/fig3",
     "hybridnorm/fig2": "a drawing of the blocks: hessiankit.blocks.PLACEMENTS",
-    "sharpness-disparity/table1": "lm-evaluation-harness on LLaMA (1.1B) of sharpness-disparity/fig4",
+    "sharpness-disparity/table1": "python -m papers evaluate on LLaMA (1.1B) of sharpness-disparity/fig4",
     "curvature-gap/fig1": "a drawing", "curvature-gap/fig2": "a drawing",
     "curvature-gap/table1": "numbers of the presets curvature-gap/mnist and curvature-gap/cifar",
     "hybridnorm/table6": "numbers of the presets", "hybridnorm/table7": "numbers of the presets",
@@ -47,6 +59,17 @@ def experiment_of(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise unknown("train", "experiment", name, EXPERIMENTS)
     return EXPERIMENTS[name]
+
+
+def name_of(spec: Spec) -> str | None:
+    """Return the experiment that a run is of, by the run's name; None where it is of none.
+
+    >>> (spec, _), *_ = specs("sharpness-disparity/fig5-c4", "tiny", seeds=(0, 1)).values()
+    >>> name_of(spec)
+    'sharpness-disparity/fig5-c4'
+    """
+    found = [name for name in EXPERIMENTS if spec.name.startswith(f"{name.replace('/', '-')}-")]
+    return max(found, key=len, default=None)
 
 
 def numbers_of(experiment: Experiment, size: str, arm: str) -> dict[str, Printed]:
