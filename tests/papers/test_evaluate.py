@@ -92,7 +92,9 @@ def test_a_generated_text_is_the_likeliest_and_ends_before_a_stop(model: Transfo
     text = "".join(map(chr, tokens[2:]))
     options = {"until": ["no such stop"], "max_gen_toks": 6}
     assert adapter.generate_until([Request(("ab", options))]) == [text]
-    assert adapter.generate_until([Request(("ab", {**options, "until": text[3]}))]) == [text[: text.index(text[3])]]
+    assert text.index(text[1]) < text.index(text[5])
+    for stops in (text[5], [text[5], text[1], "none"]):
+        assert adapter.generate_until([Request(("ab", {**options, "until": stops}))]) == [text[: min(map(text.find, stops[:2]))]]
 
 
 def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
