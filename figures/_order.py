@@ -14,13 +14,13 @@ PRINTED = ("Emb", "QK", "FFN", "VO", "Norm")
 """Eq. (1), from flat to sharp."""
 
 
-def diluted(kind: str, vocabulary: int = 256) -> str:
-    """Return what a comparison with a type needs and these runs do not reach: the size of the vocabulary divides S(Emb).
+def diluted(kind: str, spec: Spec) -> str:
+    """Return what a comparison with a type needs and a run does not reach: the size of the vocabulary divides S(Emb).
 
-    >>> diluted("Emb"), diluted("QK")
-    ('vocabulary: 256 here, 50 304 in print', '')
+    >>> diluted("Emb", Spec("bytes")), diluted("QK", Spec("bytes")), diluted("Emb", Spec("GPT-2", vocabulary=50_304))
+    ('vocabulary: 256 here, 50 304 in print', '', '')
     """
-    return unreached(vocabulary=(vocabulary, 50_304)) if kind == "Emb" else ""
+    return unreached(vocabulary=(spec.vocabulary, 50_304)) if kind == "Emb" else ""
 
 
 def scale_of_both(both: Mapping[str, Spec]) -> str:

@@ -42,7 +42,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import hessiankit
-from figures._digits import LOSS, ImageSpec, images_of, scale_of_images, snapshots
+from figures._digits import LOSS, ImageSpec, classifiers, images_of, scale_of_images, snapshots
 from figures._kit import (
     CODE,
     DASHES,
@@ -378,10 +378,11 @@ def bound_panels(steps: Axes, ratios: Axes, reports: list[dict[str, Any]]) -> No
     heading(ratios, "(f) bound / change", "samples $k$", "ratio, at least 1")
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits", run: Path | None = None) -> list[Path]:
     """Measure and draw (about 60 s of CPU); ``quick`` takes 762 parameters, 60 steps and 150 digits."""
-    spec = ImageSpec.of(images, quick=quick)
-    data = measure(out, spec, 60, 150, 60, 60, 12) if quick else measure(out, spec, 1000, 1437, 400, 300, 60)
+    steps, *sizes = (60, 150, 60, 60, 12) if quick else (1000, 1437, 400, 300, 60)
+    (spec, *_), (*_, steps) = classifiers("curvature-gap/cifar", (0, steps), images=images, quick=quick, run=run)
+    data = measure(out, spec, steps, *sizes)
     paths, said = [], verdicts(data, spec)
     with style():
         figure = page(8.6, 6.4)

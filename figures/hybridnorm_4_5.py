@@ -53,7 +53,7 @@ from figures._verdicts import Verdict, above_zero, in_every, negative
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.tables import as_text, table
 from hessiankit.training.depth import depth_diagnostics
-from papers.experiments.catalogue import FIRST_BLOCKS, FLOWS
+from papers.experiments.catalogue.hybridnorm import FIRST_BLOCKS, FLOWS
 from papers.experiments.runs import measured_on
 from papers.experiments.spec import Spec, model_of, scale_of
 from papers.experiments.tuning.verdict import Interval, mean_interval, paired_difference

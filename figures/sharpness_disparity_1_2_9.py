@@ -49,6 +49,7 @@ from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.training.sharpness import SharpnessEstimate, SharpnessReport, sharpness
 from papers.experiments.runs import Run, measured_on
+from papers.experiments.spec import Spec
 
 NAME = Path(__file__).stem
 DRAWS = 16
@@ -71,15 +72,16 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         found = order_of(report)
         print(f"  {title}: {report.ordering}; {'in' if found.printed else 'not in'} the printed order: {_steps(found.steps)}")
     files = [write_rows(out / f"{NAME}.csv", rows(reports)), write_rows(out / f"{NAME}_distribution.csv", bins(reports))]
-    said = verdicts(reports, scale_of_both({title: one.spec for title, one in runs.items()}))
+    said = verdicts(reports, {title: one.spec for title, one in runs.items()})
     with style():
         files.append(_types(reports, out / f"{NAME}_types{suffix}", said[:2]))
         files.append(_layers(reports, out / f"{NAME}_layers{suffix}", said[2:]))
     return [*files, write_verdicts(out, NAME, said)]
 
 
-def verdicts(reports: Mapping[str, SharpnessReport], scale: str) -> list[Verdict]:
+def verdicts(reports: Mapping[str, SharpnessReport], specs: Mapping[str, Spec]) -> list[Verdict]:
     """Return what the models show of Eq. 1, of the distributions, and of Remark 1.1; one outcome a model."""
+    scale, spec = scale_of_both(specs), next(iter(specs.values()))
     answer = {"yes": True, "no": False, "open": None}
     found = list(reports.values())
     eq1, medians = [], []
@@ -87,11 +89,14 @@ def verdicts(reports: Mapping[str, SharpnessReport], scale: str) -> list[Verdict
         quotients = [one.ratio(low, base=high) for one in found]
         outcomes = [answer[order_of(one).steps[k]] for one in found]
         seen = ", ".join(f"{q.value:.2g} [{q.low:.2g}, {q.high:.2g}]" for q in quotients)
-        eq1.append(in_every(f"S({high}) / S({low}) > 1", outcomes, seen, diluted(low)))
+        eq1.append(in_every(f"S({high}) / S({low}) > 1", outcomes, seen, diluted(low, spec)))
         logs = [[one.histograms[kind].quantile(0.5) for kind in (low, high)] for one in found]
         medians.append(
             in_every(
-                f"median positive h of {high} above {low}'s", (a < b for a, b in logs), each(b / a for a, b in logs), diluted(low)
+                f"median positive h of {high} above {low}'s",
+                (a < b for a, b in logs),
+                each(b / a for a, b in logs),
+                diluted(low, spec),
             )
         )
     widths = [

@@ -31,8 +31,8 @@ from figures._trained import PRINTED_STEPS, Arms, models, seeds_of, short_of, sp
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.errors import InputError
-from papers.experiments.catalogue import EXPERIMENTS
-from papers.experiments.runs import FINISHED, read_run
+from papers.experiments.catalogue import EXPERIMENTS, name_of
+from papers.experiments.runs import finished_in
 from papers.experiments.spec import counted, scale_of
 
 NAME = Path(__file__).stem
@@ -58,12 +58,8 @@ def names_in(folder: Path) -> list[str]:
     Raises:
         InputError: There are none.
     """
-    specs = [read_run(file.parent).spec for file in sorted(folder.rglob(FINISHED))]
-    found = [
-        name
-        for name, one in EXPERIMENTS.items()
-        if any(spec.name.startswith(f"{name.replace('/', '-')}-") and spec.size in one.models for spec in specs)
-    ]
+    names = {name_of(one.spec) for one in finished_in(folder)}
+    found = [name for name in EXPERIMENTS if name in names]
     if not found:
         raise InputError(f"figures: {folder} has no finished run; python -m papers train --list names what makes them")
     return found

@@ -50,7 +50,7 @@ def tokenizer_of(folder: Path | None) -> Tokenizer:
     except (OSError, ValueError) as error:
         raise InputError(f"evaluate: {folder} has no tokenizer that transformers reads; pass its folder") from error
     start = found.eos_token_id if found.bos_token_id is None else found.bos_token_id
-    return Tokenizer(partial(found.encode, add_special_tokens=False), found.decode, start)
+    return Tokenizer(partial(found.encode, add_special_tokens=False), lambda tokens: str(found.decode(tokens)), start)
 
 
 class Likelihoods:
@@ -166,7 +166,7 @@ PRINTED: dict[tuple[str, str], tuple[str, Sequence[str], Mapping[str, Sequence[f
 
 def printed(spec: Spec) -> dict[str, tuple[float, str]]:
     """Return the accuracies in print of a run's method, percents with their place, by task of lm-evaluation-harness."""
-    place, tasks, rows = PRINTED.get((name_of(spec), spec.size), ("", (), {}))
+    place, tasks, rows = PRINTED.get((name_of(spec) or "", spec.size), ("", (), {}))
     pairs = zip(tasks, rows.get(spec.arm, ()), strict=False)
     return {TASKS[task]: (percent, place) for task, percent in pairs if task in TASKS}
 

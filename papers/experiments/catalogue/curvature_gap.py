@@ -25,10 +25,11 @@ IMAGES = {
         {
             **at("Table 1", d_model=16, d_ff=64, layers=1), **at("MNIST; Table 1, patches of 4", image=(28, 28, 1, 4),
             length=49),
-            **at("MNIST", vocabulary=10), **at("App. A.1", steps=1000),
+            **at("MNIST", vocabulary=10), **at("App. A.1", steps=1000), **at("ours", kept=tuple(range(100, 1000, 100))),
         },
-        small={"image": (8, 8, 1, 2), "length": 16, "layers": 1, "d_model": 16, "d_ff": 64, "steps": 1000},
-        tiny={"image": (8, 8, 1, 4), "length": 4},
+        small={"image": (8, 8, 1, 2), "length": 16, "layers": 1, "d_model": 16, "d_ff": 64, "steps": 1000,
+               "kept": tuple(range(100, 1000, 100))},
+        tiny={"image": (8, 8, 1, 4), "length": 4, "kept": (10, 20)},
     ),
     "CIFAR-100": Model(
         {
