@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hessiankit.training.optim import PRESETS
 from papers.experiments.catalogue.preset import TINY, Experiment, Model, Printed, Recipe, at
 from papers.experiments.tuning.experiment import PAPER, ratios_of
 from papers.sharpness_disparity.learning_rates import T5, TABLE_3, TABLE_4, VOCABULARY
@@ -61,6 +62,8 @@ SIZES = {  # small and tiny models of the scaling law, by the depth and width of
     "LLaMA (0.5B)": ({"layers": 4, "d_model": 48}, {"layers": 2, "d_model": 24}),
 }
 BLOCKWISE: dict[str, Mapping[str, Any]] = {"AdamW": {"ratios": ()}, "Blockwise LR": {"ratios": PAPER}}
+SETTINGS = {"6, 4, 3, 2": ratios_of(PRESETS["6/4/3/2"]), "8, 6, 4, 3": ratios_of(PRESETS["8/6/4/3"]), "10, 8, 6, 4": PAPER}
+"""Figure 10: ratios of Emb, QK, FFN, VO."""
 MINI = ratios_of({"Emb": 4.0, "FFN": 4.0, "VO": 4.0})
 """Blockwise ratios of Adam-mini (App. A.3)."""
 QUARTER = {"LLaMA (0.25B)": _sharpness(BY_NAME["LLaMA (0.25B)"])}
@@ -103,11 +106,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         figure="sharpness_disparity_6_7_11", seeds=(0, 1, 2)),
     "sharpness-disparity/fig10": Experiment("Figure 10", SHARPNESS,
         {"LLaMA (0.25B)": _sharpness(BY_NAME["LLaMA (0.25B)"], mini_pile=True)},
-        {"AdamW": {"ratios": ()}} | {
-            ", ".join(f"{kind} {factor}" for kind, factor in ratios.items()): {"ratios": ratios_of(ratios)}
-            for ratios in ({"Emb": 6, "QK": 4, "FFN": 3, "VO": 2}, {"Emb": 8, "QK": 6, "FFN": 4, "VO": 3},
-                           {"Emb": 10, "QK": 8, "FFN": 6, "VO": 4})}),
+        {"AdamW": {"ratios": ()}, **{name: {"ratios": ratios} for name, ratios in SETTINGS.items()}},
+        figure="sharpness_disparity_4_10_table_2"),
     "sharpness-disparity/table2": Experiment("Table 2", SHARPNESS, QUARTER,
         {"w/o": {"ratios": ()}, "Emb": {"ratios": (("Emb", 10.0),)}, "Emb, FFN": {"ratios": (("Emb", 10.0), ("FFN", 6.0))},
-         "Emb, FFN, QK, VO": {"ratios": PAPER}, "Norm x 2": {"ratios": (("Norm", 2.0),)}}),
+         "Emb, FFN, QK, VO": {"ratios": PAPER}, "Norm x 2": {"ratios": (("Norm", 2.0),)}},
+        figure="sharpness_disparity_4_10_table_2"),
 }  # fmt: skip
