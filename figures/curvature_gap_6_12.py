@@ -338,7 +338,12 @@ def assumption(axes: Axes, data: dict[str, Any]) -> None:
     axes.legend(loc="upper right", ncols=2)
 
 
-SHOWN = {"change": "change", "gradient_term": "gradient's term", "hessian_term": "Hessian's term", "rest": "rest of both"}
+SHOWN = {
+    "change": "change",
+    "gradient_term": "gradient's term",
+    "hessian_term": "Hessian's term",
+    "rest": "change minus both terms",
+}
 
 
 def term_panels(sizes: Axes, correlations: Axes, name: str, rows: list[dict[str, Any]], letters: str) -> None:

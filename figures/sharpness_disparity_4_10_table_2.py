@@ -236,7 +236,7 @@ def verdicts(found: Found) -> list[Verdict]:
         if lowest == arms[-1] or not all(map(math.isfinite, losses[lowest] + losses[arms[-1]])):
             return in_every(criterion, [lowest == arms[-1]], seen)
         less = paired_difference(losses[lowest], losses[arms[-1]])
-        return above_zero(criterion, less, f"{seen}; the lowest less eq. (5) {less}")
+        return above_zero(criterion, less, f"{seen}; the lowest minus eq. (5) {less}")
 
     runs = {arm.name: each_seed for arm, each_seed in found.arms}
 
@@ -330,7 +330,7 @@ def _draw_curves(axes: Axes, found: Found, title: str, names: Mapping[str, str])
 
 def _draw_searches(axes: Axes, found: Found) -> None:
     """Figure 10, at every learning rate."""
-    heading(axes, "Figure 10: ratios of Emb, QK, FFN, VO", "learning rate of the norms", "held-out loss (nats/byte)")
+    heading(axes, "Figure 10: ratios of Emb, QK, FFN, VO", "learning rate of the norms", "held-out loss (nats per token)")
     chosen = found.searches[ADAMW].best
     axes.axvline(chosen, color=FAINT, linewidth=0.6, linestyle=":")
     draw_searches(axes, list(found.searches.values()))
@@ -339,11 +339,11 @@ def _draw_searches(axes: Axes, found: Found) -> None:
 
 def _draw_differences(axes: Axes, found: Found) -> None:
     """Table 2 and the controls; hollow: what the paper prints."""
-    heading(axes, "Table 2: difference from tuned AdamW", "nats/byte, paired, 95 % interval")
+    heading(axes, "Table 2: difference from tuned AdamW", "nats per token, paired by seed, 95 % intervals")
     rows = found.rows[1:]
     draw_differences(axes, rows)
     own = [(TABLE_2[row.arm.name], k - 0.28) for k, row in enumerate(rows) if row.arm.name in TABLE_2]
-    label = "the paper, nats/token, one seed"
+    label = "in print (one seed)"
     axes.plot(*zip(*own, strict=True), "D", color=METHOD_COLOURS[2], fillstyle="none", markersize=3.5, label=label)
     axes.set_ylim(len(rows) + 0.5, -0.6)  # room for the legend
     axes.legend(loc="lower right", handlelength=1.0, borderaxespad=0.1)

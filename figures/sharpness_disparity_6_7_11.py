@@ -148,7 +148,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
             axes = figure.add_axes((0.075 + 0.315 * k, 0.57, 0.27, 0.37))
             curves(axes, both)
             spec = spec_of(both)
-            heading(axes, f"{CASES[case][1]}: {case}, lr {spec.lr:.2g}", "step", "" if k else "held-out loss (nats/token)")
+            heading(axes, f"{CASES[case][1]}: {case}, lr {spec.lr:.2g}", "step", "" if k else "held-out loss (nats per token)")
         eq_1(figure.add_axes((0.075, 0.075, 0.585, 0.375)), sharp)
         picture = save(figure, out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", rows), write_rows(out / f"{NAME}_sharpness.csv", sharp)]

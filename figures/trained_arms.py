@@ -66,7 +66,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def less(arms: Arms, arm: str) -> list[float]:
-    """Return a method's last losses less those of the first method with the same seed."""
+    """Return a method's last losses minus those of the first method with the same seed."""
     base = next(iter(arms.values()))
     return [run.losses[-1] - other.losses[-1] for run, other in zip(arms[arm], base, strict=False)]
 
@@ -145,7 +145,7 @@ def picture(found: Mapping[str, Sizes]) -> Picture:
             heading(axes, name, "parameters", "held-out loss (nats/token)")
         else:
             differences(axes, name, sizes)
-            heading(axes, name, f"held-out loss less that of {next(iter(next(iter(sizes.values()))))}")
+            heading(axes, name, f"held-out loss minus that of {next(iter(next(iter(sizes.values()))))} (nats per token)")
     figure.tight_layout(w_pad=2.5)
     return figure
 
