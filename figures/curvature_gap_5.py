@@ -156,10 +156,4 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
         figure.text(0.012, 0.006, foot, fontsize=7.5, color=FAINT)
         figure.subplots_adjust(left=0.065, right=0.99, top=0.955, bottom=0.085, wspace=0.16, hspace=0.3)
         picture = save(figure, out / f"{NAME}{suffix}", said)
-    for step in (0, steps):
-        order = sorted(names, key=lambda name: -statistics.median(of(rows, step, name, "hessian_spectral")))
-        print(
-            f"  step {step}: ||H_WW||_2 "
-            + ", ".join(f"{n} {statistics.median(of(rows, step, n, 'hessian_spectral')):.3g}" for n in order[:6])
-        )
     return [picture, write_rows(out / f"{NAME}.csv", rows), write_verdicts(out, NAME, said)]

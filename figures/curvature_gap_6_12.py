@@ -445,7 +445,7 @@ def verdicts(data: dict[str, Any], spec: ImageSpec) -> list[Verdict]:
 
 
 def numbers(out: Path, data: dict[str, Any]) -> list[Path]:
-    """Write what is drawn, and print the slopes and the medians."""
+    """Write what is drawn, the slopes and the medians."""
     change = {name: averaged(values) for name, values in data["losses"].items()}
     rows = [
         {"k": k, **{name: float(x[k - 1]) for name, x in change.items()},
@@ -459,9 +459,6 @@ def numbers(out: Path, data: dict[str, Any]) -> list[Path]:
         kept = {name: report[name] for name in ("distance", "curvature", "gradient_norm")}
         medians.append({**kept, "median_bound_over_change": float(ratio.median()), "smallest": float(ratio.min())})
     slopes = {name: slope(x) for name, x in change.items()}
-    print("  slopes " + ", ".join(f"{name} {x:.3f}" for name, x in slopes.items()))
-    print("  ||grad L_n(w*)|| " + ", ".join(f"{name} {x[-1]:.3g}" for name, x in data["gradients"].items()))
-    print("  bound / change " + ", ".join(f"{m['distance']:.3g}: {m['median_bound_over_change']:.3g}" for m in medians))
     summary = {"slopes": slopes, "bound": medians, **{name: data[name] for name in ("steps", "samples", "tested")}}
     return [
         write_rows(out / f"{NAME}.csv", rows),

@@ -133,9 +133,6 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
         figure.subplots_adjust(left=0.075, right=0.93, top=0.97, bottom=0.09, wspace=0.36, hspace=0.3)
         said = [verdict(norms, spec, steps, size)]
         picture = save(figure, out / f"{NAME}{suffix}", said)
-    for name in dict.fromkeys(row["block"] for row in norms):
-        values = series(norms, name, "hessian_spectral")[1]
-        print(f"  ||H||_2 of {name}: {values[0]:.3g} -> {max(values):.3g} at most -> {values[-1]:.3g}")
     numbers = [write_rows(out / f"{NAME}.csv", norms), write_rows(out / f"{NAME}_entries.csv", entries)]
     return [picture, *numbers, write_verdicts(out, NAME, said)]
 

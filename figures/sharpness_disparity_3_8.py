@@ -67,12 +67,6 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     both = models("sharpness-disparity/fig3", out, quick=quick, run=run, text=text)
     runs = {title: one["AdamW"][0] for title, one in both.items()}
     logs = {title: run.log for title, run in runs.items() if run.log is not None}
-    print(f"  printed order: {' < '.join(PRINTED)}")
-    for title, log in logs.items():
-        orders = orders_of(log)
-        seen = ", ".join(f"{step} in {count}" for step, count in agreements(list(orders.values())).items())
-        whole = [step for step, order in orders.items() if order == PRINTED]
-        print(f"  {title}: at {len(whole)} of {len(orders)} checkpoints {whole or ''}; step by step: {seen}")
     numbers = {title: norms(runs[title], log) for title, log in logs.items()}
     quotients = {title: quotient_of_bounds(runs[title].spec, log) for title, log in logs.items()}
     files = [

@@ -292,7 +292,7 @@ def test_experts_are_the_sum_over_the_largest_probabilities() -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 REFUSALS: dict[str, tuple[list[str], str]] = {
     "unknown": (["hybridnorm/table9"], "hybridnorm/table9"),
-    "no run": (["hybridnorm/table1"], "is no training run: lm-evaluation-harness on the models of hybridnorm/fig1"),
+    "no run": (["hybridnorm/table1"], "is no training run: python -m papers evaluate on the models of hybridnorm/fig1"),
     "model": (["hybridnorm/table3", "--model", "1B"], "550M"),
     "arm": (["curse-of-depth/table6", "--arm", "LN"], "LNS"),
     "data": (["hybridnorm/table3", "--preset", "paper"], "reads its data from --data: OLMoE-mix-0924"),

@@ -159,7 +159,7 @@ class ArmResult:
     Attributes:
         arm: The arm.
         loss: Mean held-out loss after the last step, nats a byte; None where a run diverged.
-        difference: Mean of the arm's loss less the baseline's, seed by seed; None for the baseline, or where a run diverged.
+        difference: Mean of the arm's loss minus the baseline's, seed by seed; None for the baseline, or where a run diverged.
         together: The same with the confidence at which all differences of the comparison hold at once.
         steps: Geometric mean of the steps to equal loss, relative to the baseline (:func:`relative_steps`).
         reached: For every seed the step at which the arm first reaches the baseline's final loss; None where it never does.
