@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hessiankit.cli.text import VOCAB_SIZE
 from hessiankit.support.errors import InputError
 from papers.curse_of_depth import tables as curse
 from papers.experiments.catalogue import name_of
@@ -189,6 +190,9 @@ def evaluated(run: Run, tasks: Sequence[str], include: Path | None, limit: int |
         raise InputError(f"evaluate: {spec.name} is a classifier of images; expected a language model")
     if not tasks and not known:
         raise InputError(f"evaluate: the paper prints no downstream accuracy of {spec.name}; name tasks with --tasks")
+    if options.get("tokenizer", BYTES) is BYTES and spec.vocabulary != VOCAB_SIZE:
+        tokens = f"{spec.name} has {spec.vocabulary:,} kinds of tokens, which are not bytes"
+        raise InputError(f"evaluate: {tokens}; pass the folder of its tokenizer with --tokenizer")
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM

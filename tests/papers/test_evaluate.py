@@ -38,9 +38,9 @@ def model() -> Transformer:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """Finished runs of one experiment with accuracies in print, and of one of images."""
-    for name in ("hybridnorm/fig1", "curvature-gap/mnist"):
-        for own in list(specs(name, "tiny", steps=2, batch_size=2, windows=2, every=0).values())[:1]:
+    """Finished runs of one experiment with accuracies in print, of one with other tokens than bytes, and of one of images."""
+    for name, changes in (("hybridnorm/fig1", {}), ("curse-of-depth/table8", {"vocabulary": 300}), ("curvature-gap/mnist", {})):
+        for own in list(specs(name, "tiny", steps=2, batch_size=2, windows=2, every=0, **changes).values())[:1]:
             train_run(own[0], tmp_path / name / own[0].name)
     return tmp_path
 
@@ -122,7 +122,12 @@ def test_accuracies_in_print() -> None:
 REFUSALS: dict[str, tuple[list[str], str]] = {
     "not installed": (["hybridnorm", "--tasks", "piqa"], "lm-evaluation-harness is not installed; pip install lm-eval"),
     "images": (["curvature-gap", "--tasks", "piqa"], "is a classifier of images; expected a language model"),
-    "no task": (["hybridnorm/none", "--tasks", "piqa"], "has no finished run; python -m papers train --list"),
+    "other tokens": (
+        ["curse-of-depth", "--tasks", "piqa"],
+        "has 300 kinds of tokens, which are not bytes; pass the folder of its",
+    ),
+    "nothing printed": (["curse-of-depth"], "the paper prints no downstream accuracy of curse-of-depth-table8-130m-pre-ln-0"),
+    "no run": (["hybridnorm/none", "--tasks", "piqa"], "has no finished run; python -m papers train --list"),
     "tokenizer": (["hybridnorm", "--tokenizer", "nowhere"], "nowhere has no tokenizer that transformers reads"),
 }
 
