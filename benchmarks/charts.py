@@ -55,6 +55,8 @@ def _median(row: dict[str, Any]) -> float | None:
     return row["time"]["median"] if row.get("time") else None
 
 
+WORDS = {"seconds": ("faster", "slower")}
+"""Words of an axis for a smaller and a larger number; of others than time "less" and "more"."""
 BEST, REST = OKABE_ITO[2], OKABE_ITO[-1]
 ROW = 0.22
 """Inches between two rows."""
@@ -73,9 +75,9 @@ def methods(
 ) -> Picture | None:
     """Draw a row a cell and quantity, an axis a measure: the toolkit's methods, the best other one by name, the rest small.
 
-    A mark is filled where it was measured, hollow where extrapolated, a small cross where the result is wrong; the number at the
-    right is the best other method over the toolkit's first. Without ``compared`` all rows are the toolkit's, each with a mark of
-    its own. Records of one name share their rows.
+    A mark is filled where it was measured, hollow where extrapolated, a small cross where the result is wrong; the words at the
+    right compare the toolkit's first method with the best other one. Without ``compared`` all rows are the toolkit's, each with
+    a mark of its own. Records of one name share their rows.
 
     Args:
         records: Finished cells, with ``rows`` in their results.
@@ -96,7 +98,8 @@ def methods(
     figure, panels = canvas(len(measures), width=9.0 if len(measures) == 1 else 6.0 * len(measures), height=1.3 + ROW * len(rows))
     handles: dict[str, Any] = {}
     for axes, (unit, value) in zip(panels, measures, strict=True):
-        _rows(axes, [[row for row in own if value(row)] for own in rows.values()], value, handles, compared=compared)
+        words = WORDS.get(unit, ("less", "more"))
+        _rows(axes, [[row for row in own if value(row)] for own in rows.values()], value, handles, words if compared else None)
         axes.set_xscale("log")
         low, high = axes.get_xlim()
         axes.xaxis.set_major_formatter("{x:g}")
@@ -106,7 +109,7 @@ def methods(
         axes.set_xlabel(unit, fontsize=9)
         axes.set_yticks(range(len(rows)), list(rows) if axes is panels[0] else [])
         axes.set_ylim(len(rows) - 0.5, -0.5)
-    note = "; at the right: the best other method over ours" if compared else ""
+    note = "; at the right: ours against the best other method" if compared else ""
     far = any(row.get("extrapolated") for own in rows.values() for row in own)
     panels[0].set_title(title + note + "; hollow: extrapolated" * far, fontsize=9, loc="left")
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, fontsize=7.5, frameon=False)
@@ -118,13 +121,12 @@ def _rows(
     rows: Sequence[list[dict[str, Any]]],
     value: Callable[[dict[str, Any]], float | None],
     handles: dict[str, Any],
-    *,
-    compared: bool,
+    words: tuple[str, str] | None,
 ) -> None:
-    """Draw the marks of each row, and name its best other method."""
+    """Draw the marks of each row, and say how ours compares with the best other method, which it names."""
     names = list(dict.fromkeys(row["name"] for own in rows for row in own))
     for y, own in enumerate(rows):
-        against = compared and any(map(_ours, own))
+        against = words is not None and any(map(_ours, own))
         rivals = [row for row in own if against and not _ours(row) and row["status"] != "wrong"]
         rivals.sort(key=lambda row: value(row) or 0.0)
         first = next((value(row) for row in own if _ours(row)), None)
@@ -140,10 +142,19 @@ def _rows(
         if rivals:
             measured = (rivals[0].get("ratio") or {}).get("median") if value is _median else None
             ratio = measured or (value(rivals[0]) / first if first else None)  # type: ignore[operator]
-            times = f"{ratio:.3g} x, " if ratio else ""
-            axes.text(1.01, y, times + rivals[0]["name"], transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
+            text = against_best(ratio, rivals[0]["name"], words or ("", "")) if ratio else rivals[0]["name"]
+            axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
         elif against:
             axes.text(1.01, y, "no other finished", transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
+
+
+def against_best(ratio: float, name: str, words: tuple[str, str]) -> str:
+    """Return in words what a ratio of the best other method over ours says.
+
+    >>> against_best(3.2, "torch", WORDS["seconds"]), against_best(0.25, "torch", WORDS["seconds"])
+    ('3.2 x faster than torch', '4 x slower than torch')
+    """
+    return f"{ratio:.3g} x {words[0]} than {name}" if ratio >= 1 else f"{1 / ratio:.3g} x {words[1]} than {name}"
 
 
 def _own_look(name: str, names: Sequence[str]) -> dict[str, Any]:

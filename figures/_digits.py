@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from figures._kit import CODE as TOOLKIT
 from figures._kit import differentiable, plain, short_digest
+from figures._trained import arms
 from hessiankit.blocks import VisionTransformer
 from hessiankit.cli.study import patchify
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.support.environment import code_version
 from papers.experiments.images import ImageDataset, load_images
-from papers.experiments.spec import scale
+from papers.experiments.runs import read_run
+from papers.experiments.spec import model_of, scale
 from papers.experiments.store import NOTHING, keep, recall
 from papers.experiments.training import train
 
@@ -61,6 +63,7 @@ class ImageSpec:
         batch_size: Images an update.
         seed: Of the initial weights and of the batches.
         source: ``"digits"``, or a path that ``papers.experiments.images.load_images`` reads.
+        folder: Folder of a finished run, whose models these are; "" for models that are trained here.
     """
 
     patch: int = 2
@@ -73,6 +76,7 @@ class ImageSpec:
     batch_size: int = 128
     seed: int = 0
     source: str = "digits"
+    folder: str = ""
 
     @classmethod
     def of(cls, source: str = "digits", *, quick: bool = False) -> ImageSpec:
@@ -111,6 +115,8 @@ class ImageSpec:
 
     def model(self) -> VisionTransformer:
         """Return the model at its initial weights; the caller's random state is left alone."""
+        if self.folder:
+            return model_of(read_run(Path(self.folder)).spec).double()
         images = images_of(self.source)
         tokens = patchify(images.images[:1], self.patch)
         with torch.random.fork_rng(devices=[]):
@@ -146,6 +152,14 @@ def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tupl
     identity = {"spec": spec, "images": pixels, "made by": code_version(*CODE)}
     folder = out / "cache" / f"digits-{short_digest(identity)}"
     wanted = sorted(set(steps))
+    if spec.folder:
+        kept = read_run(Path(spec.folder)).models
+        for step in wanted:
+            model = spec.model()
+            if step:
+                model.load_state_dict(kept[step])
+            yield step, model
+        return
     missing = {step for step in wanted if recall(folder / f"{step}.pt", [plain(identity), step]) is NOTHING}
     if missing:
         with differentiable():
@@ -162,6 +176,34 @@ def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tupl
         model = spec.model()
         model.load_state_dict(recall(folder / f"{step}.pt", [plain(identity), step]))
         yield step, model
+
+
+def classifiers(
+    experiment: str, steps: Iterable[int], *, images: str, quick: bool, run: Path | None, seeds: int = 1
+) -> tuple[list[ImageSpec], list[int]]:
+    """Return the classifiers to measure, one a seed, and the steps: those to train, or the finished runs of a folder.
+
+    Args:
+        experiment: Runs that are read.
+        steps: Steps of models that are trained.
+        images: Images that they are trained on.
+        quick: Smaller models.
+        run: Folder that ``python -m papers train`` wrote.
+        seeds: Number of models that are trained.
+
+    Raises:
+        InputError: The folder has no finished run of the experiment.
+    """
+    if run is None:
+        return [replace(ImageSpec.of(images, quick=quick), seed=seed) for seed in range(seeds)], [*steps]
+    found = next(iter(arms(experiment, Path(), run=run).values()))
+    specs = [
+        ImageSpec(one.spec.image[-1], one.spec.d_model, one.spec.d_ff or 4 * one.spec.d_model, one.spec.layers,
+                  one.spec.activation, one.spec.placement, one.spec.lr, one.spec.batch_size, one.spec.seed, one.spec.text,
+                  str(one.folder))
+        for one in found
+    ]  # fmt: skip
+    return specs, sorted({0, *found[0].models})
 
 
 def scale_of_images(spec: ImageSpec, seeds: int, steps: int, size: int) -> str:

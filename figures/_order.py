@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from figures._verdicts import unreached
-from hessiankit.training.sharpness import SharpnessReport
 from papers.experiments.spec import Spec, scale_of
 
 PRINTED = ("Emb", "QK", "FFN", "VO", "Norm")
 """Eq. (1), from flat to sharp."""
 
 
-def diluted(kind: str, vocabulary: int = 256) -> str:
-    """Return what a comparison with a type needs and these runs do not reach: the size of the vocabulary divides S(Emb).
+def diluted(kind: str, spec: Spec) -> str:
+    """Return what a comparison with a type needs and a run does not reach: the size of the vocabulary divides S(Emb).
 
-    >>> diluted("Emb"), diluted("QK")
-    ('vocabulary: 256 here, 50 304 in print', '')
+    >>> diluted("Emb", Spec("bytes")), diluted("QK", Spec("bytes")), diluted("Emb", Spec("GPT-2", vocabulary=50_304))
+    ('vocabulary: 256 here, 50 304 in print', '', '')
     """
-    return unreached(vocabulary=(vocabulary, 50_304)) if kind == "Emb" else ""
+    return unreached(vocabulary=(spec.vocabulary, 50_304)) if kind == "Emb" else ""
 
 
 def scale_of_both(both: Mapping[str, Spec]) -> str:
@@ -30,31 +28,6 @@ def scale_of_both(both: Mapping[str, Spec]) -> str:
     'A and B; 1 seed; 3 blocks of width'
     """
     return f"{' and '.join(both)}; {scale_of(next(iter(both.values())), 1)}"
-
-
-@dataclass(frozen=True)
-class Order:
-    """What can be said of the printed order at one place.
-
-    Attributes:
-        seen: The types that the paper orders, from flat to sharp, as they are here.
-        steps: For each ``<`` of the printed order, ``"yes"``, ``"no"``, or ``"open"`` where the interval of the quotient holds 1.
-    """
-
-    seen: tuple[str, ...]
-    steps: tuple[str, ...]
-
-    @property
-    def printed(self) -> bool:
-        """Whether the values, whatever their errors, stand in the printed order."""
-        return self.seen == PRINTED
-
-
-def order_of(report: SharpnessReport) -> Order:
-    """Return what a report says of the printed order; quotients know that the same draws gave both of their parts."""
-    seen = tuple(kind for kind in report.order if kind in PRINTED)
-    quotients = [report.ratio(low, base=high) for low, high in pairwise(PRINTED)]
-    return Order(seen, tuple("yes" if q.low > 1 else "no" if q.high < 1 else "open" for q in quotients))
 
 
 def order_by_values(values: Mapping[str, float]) -> tuple[str, ...]:

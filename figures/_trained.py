@@ -13,8 +13,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from figures._verdicts import unreached
 from hessiankit.support.errors import InputError
 from hessiankit.training.monitoring.log import shades
-from papers.experiments.catalogue import experiment_of, specs
-from papers.experiments.runs import FINISHED, Run, kept_run, read_run
+from papers.experiments.catalogue import experiment_of, name_of, specs
+from papers.experiments.runs import Run, finished_in, kept_run
 from papers.experiments.spec import Spec
 
 QUICK: dict[str, Any] = {}
@@ -36,6 +36,7 @@ def models(
     run: Path | None = None,
     seeds: tuple[int, ...] | None = None,
     text: str | None = None,
+    **changes: Any,
 ) -> dict[str, Arms]:
     """Return the runs of an experiment by model and method.
 
@@ -46,15 +47,15 @@ def models(
         run: Folder that ``python -m papers train`` wrote, read in place of training.
         seeds: Seeds of what is trained; by default those of the experiment.
         text: Data of what is trained; by default the preset's.
+        **changes: Attributes of what is trained that are other than the preset's.
 
     Raises:
         InputError: The folder lacks a method of the experiment.
     """
-    changes = {**(QUICK if quick else {}), **({} if text is None else {"text": text})}
+    changes |= {**(QUICK if quick else {}), **({} if text is None else {"text": text})}
     wanted = specs(name, "tiny" if quick else "small", seeds=seeds, **changes)
     found: dict[str, Arms] = {size: {} for size, _ in wanted}
-    finished = [] if run is None else [read_run(file.parent) for file in sorted(run.rglob(FINISHED))]
-    finished = [one for one in finished if one.spec.name.startswith(f"{name.replace('/', '-')}-")]
+    finished = [] if run is None else [one for one in finished_in(run) if name_of(one.spec) == name]
     for (size, arm), own in wanted.items():
         runs = [one for one in finished if (one.spec.size, one.spec.arm) == (size, arm)]
         found[size][arm] = [kept_run(spec, out) for spec in own] if run is None else sorted(runs, key=lambda one: one.spec.seed)

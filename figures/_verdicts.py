@@ -27,7 +27,7 @@ SMALLER: Status = "SAME DIRECTION, SMALLER"
 IN_PART: Status = "SEEN IN PART"
 NOT_SEEN: Status = "NOT SEEN AT THIS SIZE"
 OPEN: Status = "OPEN"
-ANSWER = {SEEN: "yes", SMALLER: "less", NOT_SEEN: "no", OPEN: "undecided"}
+ANSWER = {SEEN: "yes", SMALLER: "smaller", NOT_SEEN: "no", OPEN: "undecided"}
 """Answer to a criterion, in one word."""
 COLOURS = {SEEN: "#00664a", SMALLER: "#00664a"}
 """Colour of a verdict's text; the others have that of all text."""

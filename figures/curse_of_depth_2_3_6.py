@@ -45,7 +45,6 @@ from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.progress import progress_bar
-from hessiankit.support.tables import as_text, table
 from hessiankit.training.depth import AngularDistances, depth_diagnostics
 from hessiankit.training.sharpness.batches import BatchedLoss, micro_batches
 from papers.experiments.runs import Run
@@ -66,7 +65,6 @@ class Measured:
     Attributes:
         method: Its method.
         seed: Its seed.
-        loss: Held-out loss on the tokens measured on.
         angles: Angular distances of all pairs of states, (L + 1, L + 1).
         before: The same of the untrained model.
         drop: Rise of the loss without block l, (L,).
@@ -76,7 +74,6 @@ class Measured:
 
     method: str
     seed: int
-    loss: float
     angles: np.ndarray
     before: np.ndarray
     drop: np.ndarray
@@ -91,7 +88,7 @@ def measure(runs: Arms, out: Path) -> list[Measured]:
         for run in own:
             key = [run.folder.name, run.losses[-1], WINDOWS]
             answer = cached(out, NAME, key, partial(diagnose, run), code=("hessiankit/training/depth",))
-            found.append(Measured(method, run.spec.seed, answer.pop("loss"), **{name: np.array(x) for name, x in answer.items()}))
+            found.append(Measured(method, run.spec.seed, **{name: np.array(x) for name, x in answer.items()}))
     return found
 
 
@@ -108,7 +105,7 @@ def diagnose(run: Run) -> dict[str, Any]:
     is_scaled = run.spec.placement == "lns"
     again = renumbered(model, inputs, targets, after.drop.loss) if is_scaled else after.drop.loss_change
     return {
-        "loss": after.drop.loss, "angles": after.angles.all, "before": before.angles.all, "drop": after.drop.loss_change,
+        "angles": after.angles.all, "before": before.angles.all, "drop": after.drop.loss_change,
         "accuracy": after.drop.accuracy_change, "renumbered": again,
     }  # fmt: skip
 
@@ -137,25 +134,6 @@ def next_layer(angles: np.ndarray) -> np.ndarray:
     return np.diagonal(angles, 1).copy()
 
 
-def summary(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows: per method, the seeds one after the other."""
-    headers = [
-        "method", "held-out loss", "damage: block 1 / all", "deeper half / all", "angle to the next layer: first", "mean", "last",
-        "rank correlation with depth", "before training",
-    ]  # fmt: skip
-    rows = []
-    for method in METHODS:
-        runs = [one for one in found if one.method == method]
-        near = [next_layer(one.angles) for one in runs]
-        rows.append([
-            method, each(one.loss for one in runs), each(one.drop[0] / one.drop.sum() for one in runs),
-            each(deeper(one.drop) for one in runs), each(d[0] for d in near),
-            each(d.mean() for d in near), each(d[-1] for d in near), each(map(rank_correlation, near)),
-            each(rank_correlation(next_layer(one.before)) for one in runs),
-        ])  # fmt: skip
-    return headers, rows
-
-
 def rank_correlation(values: np.ndarray) -> float:
     """Return Spearman's correlation of a quantity by block with the block's number.
 
@@ -171,9 +149,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     ``quick`` takes four blocks of width 16 and 30 steps: seconds.
     """
     runs = arms("curse-of-depth/fig3", out, quick=quick, run=run, text=text)
-    size, seeds, found = spec_of(runs), seeds_of(runs), measure(runs, out)
-    headers, rows = summary(found)
-    print(as_text(table(headers, rows, title=f"after {size.steps} steps, seeds {', '.join(map(str, seeds))}")))
+    size, found = spec_of(runs), measure(runs, out)
     by_block = [
         {
             "method": one.method, "seed": one.seed, "block": k + 1, "loss rise without it": one.drop[k],
@@ -184,13 +160,13 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         for k in range(size.layers)
     ]  # fmt: skip
     by_pair = [
-        {"method": method, "l": layer + 1, "n": n + 1, "angular distance": raw[n, layer], "row stretched": stretched[n, layer]}
+        {"method": method, "l": layer + 1, "n": n + 1, "angular distance": raw[n, layer], "row rescaled": rescaled[n, layer]}
         for method in METHODS
-        for raw, stretched in [maps(found, method)]
+        for raw, rescaled in [maps(found, method)]
         for n in range(size.layers)
         for layer in range(size.layers - n)
     ]
-    said = verdicts(found, size, len(seeds))
+    said = verdicts(found, size, len(seeds_of(runs)))
     with style():
         drawn = save(picture(found, size), out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", by_block), write_rows(out / f"{NAME}_angles.csv", by_pair)]
@@ -240,19 +216,19 @@ def deeper(drop: np.ndarray) -> float:
 
 
 def maps(found: Sequence[Measured], method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return a method's heat maps (row n - 1, column l - 1), NaN where there is no pair: as they are, and with stretched rows."""
+    """Return a method's heat maps (row n - 1, column l - 1), NaN where there is no pair: as they are, and with rescaled rows."""
     mean = torch.tensor(np.mean([one.angles for one in found if one.method == method], axis=0))
     distances = AngularDistances(mean, mean)
     raw = distances.by_distance().numpy()
-    return raw, stretched(raw)
+    return raw, rescaled(raw)
 
 
-def stretched(distances: np.ndarray) -> np.ndarray:
-    """Return each row clipped to its percentiles 1 and 99 and stretched to [0, 1], as the authors' code draws it.
+def rescaled(distances: np.ndarray) -> np.ndarray:
+    """Return each row clipped to its percentiles 1 and 99 and rescaled to [0, 1], as the authors' code draws it.
 
     Rows are then no angles, and cannot be compared. A constant row becomes 0.
 
-    >>> stretched(np.array([[0.1, 0.3], [0.2, np.nan]])).round(12).tolist()
+    >>> rescaled(np.array([[0.1, 0.3], [0.2, np.nan]])).round(12).tolist()
     [[0.0, 1.0], [0.0, nan]]
     """
     out = distances.copy()
@@ -264,7 +240,7 @@ def stretched(distances: np.ndarray) -> np.ndarray:
 
 
 def picture(found: Sequence[Measured], size: Spec) -> Picture:
-    """Draw the angles as they are and stretched, and under them damage and angle by block."""
+    """Draw the angles as they are and rescaled, and under them damage and angle by block."""
     drawn = {method: maps(found, method) for method in METHODS}
     highest = max(float(np.nanmax(raw)) for raw, _ in drawn.values())
     with style():
@@ -273,17 +249,17 @@ def picture(found: Sequence[Measured], size: Spec) -> Picture:
         figure.text(0.075, 0.975, title, fontsize=10)
         grid = figure.add_gridspec(2, 3, left=0.075, right=0.89, top=0.925, bottom=0.41, hspace=0.36, wspace=0.2)
         for k, method in enumerate(METHODS):
-            for row, (top, name) in enumerate(((highest, method), (1.0, f"{method}, rows stretched"))):
+            for row, (top, name) in enumerate(((highest, method), (1.0, f"{method}, each row rescaled"))):
                 axes = figure.add_subplot(grid[row, k])
                 shown = heat_map(axes, drawn[method][row], top, name, first=k == 0, size=size)
                 if k == len(METHODS) - 1:
-                    label = ("angular distance $d(x_l, x_{l+n})$", "each row from 0 to 1")[row]
+                    label = ("angular distance $d(x_l, x_{l+n})$", "each row rescaled to 0 to 1")[row]
                     bar = figure.colorbar(shown, cax=axes.inset_axes((1.06, 0, 0.06, 1)))
                     bar.set_label(label, fontsize=7.5)
                     bar.ax.tick_params(labelsize=7, length=2)
         below = figure.add_gridspec(1, 2, left=0.075, right=0.89, top=0.295, bottom=0.06, wspace=0.24)
         left, right = (figure.add_subplot(below[0, k]) for k in range(2))
-        heading(left, "Without one block (linear below 0.01)", "block removed", "rise of the loss (nats/byte)")
+        heading(left, "Without one block (linear below 0.01)", "block removed", "rise of the loss (nats per token)")
         heading(right, "Angle to the next layer", "layer $l$", "$d(x_l, x_{l+1})$")
         for method in METHODS:
             runs = [one for one in found if one.method == method]

@@ -37,7 +37,6 @@ from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, sav
 from figures._trained import Arms, arms, over_training, spec_of
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.support.tables import as_text, table
 from hessiankit.training.depth import GrowthLaws, growth_laws
 from hessiankit.training.depth.laws import FORMS, SHAPES
 from hessiankit.training.monitoring.log import layer_key
@@ -59,14 +58,12 @@ class Followed:
         seed: Its seed.
         steps: Steps of the measurements, (steps,).
         variance: Of x_1, ..., x_{L+1} there, (steps, L + 1); x_1 is the embedding, x_{l+1} the output of block l.
-        loss: Held-out loss at the end.
     """
 
     method: str
     seed: int
     steps: np.ndarray
     variance: np.ndarray
-    loss: float
 
     def at(self, step: int) -> np.ndarray:
         """Return the variances (L + 1,) at the measured step that is nearest."""
@@ -77,7 +74,7 @@ class Followed:
 def follow(runs: Arms) -> list[Followed]:
     """Return the variances of every run."""
     return [
-        Followed(method, run.spec.seed, run.log.steps, run.log.series("depth", "stream", "variance"), run.losses[-1])
+        Followed(method, run.spec.seed, run.log.steps, run.log.series("depth", "stream", "variance"))
         for method, own in runs.items()
         for run in own
         if run.log is not None
@@ -105,22 +102,6 @@ def fits(found: Sequence[Followed], size: Spec) -> Iterator[tuple[Followed, int,
             yield one, step, growth_laws(one.at(step).tolist())
 
 
-def summary(found: Sequence[Followed], size: Spec) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows: per method, the seeds one after the other, the last variance and what the laws say at the end."""
-    laws = {(one.method, one.seed): law for one, step, law in fits(found, size) if step == size.steps}
-    headers = ["method", "held-out loss", "variance of the last output", "of block 1", "best law", *(f"R^2 {n}" for n in FORMS)]
-    rows = []
-    for method in METHODS:
-        runs = [one for one in found if one.method == method]
-        own = [laws[one.method, one.seed] for one in runs]
-        rows.append([
-            method, each(one.loss for one in runs), each(one.variance[-1, -1] for one in runs),
-            each(one.variance[-1, 1] for one in runs), ", ".join(law.best for law in own),
-            *(each(law.laws[name].r_squared for law in own) for name in FORMS),
-        ])  # fmt: skip
-    return headers, rows
-
-
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train six models (about 3.5 minutes of one core, fewer if other figures trained some before), draw, and write the numbers.
 
@@ -128,8 +109,6 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     """
     runs = arms("curse-of-depth/fig4", out, quick=quick, run=run, text=text)
     size, found = spec_of(runs), follow(runs)
-    headers, rows = summary(found, size)
-    print(as_text(table(headers, rows, title=f"after {size.steps} steps, seeds {', '.join(map(str, seeds_of(found)))}")))
     variances = [
         {"method": one.method, "seed": one.seed, "step": step, "output of block": block, "variance": value}
         for one in found

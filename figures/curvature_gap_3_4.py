@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import hessiankit
-from figures._digits import LOSS, ImageSpec, scale_of_images, snapshots
+from figures._digits import LOSS, classifiers, scale_of_images, snapshots
 from figures._kit import save, write_verdicts
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.curvature.plots import block_norms_map, side_by_side
@@ -29,9 +29,10 @@ from papers.experiments.training import accuracy
 NAME = Path(__file__).stem
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits", run: Path | None = None) -> list[Path]:
     """Train, compute both Hessians and draw (about 20 s of CPU); ``quick`` takes four tokens, d_model 8, 60 steps, 32 images."""
-    spec, (steps, size) = ImageSpec.of(images, quick=quick), (60, 32) if quick else (1000, 128)
+    steps, size = (60, 32) if quick else (1000, 128)
+    (spec, *_), (*_, steps) = classifiers("curvature-gap/mnist", (0, steps), images=images, quick=quick, run=run)
     models = dict(snapshots(out, spec, (0, steps)))
     seen = {split: accuracy(models[steps], *spec.data(split)) for split in ("train", "test")}
     print(f"  after {steps} steps: training accuracy {seen['train']:.1%}, validation accuracy {seen['test']:.1%}")

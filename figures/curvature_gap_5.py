@@ -19,6 +19,7 @@ of neither panel here, and "the Values" of Figures 3 and 4 only among the matric
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,7 +27,7 @@ from typing import Any, TypeAlias
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from figures._digits import MEASURED_BY, ImageSpec, block_norms, scale_of_images, snapshots
+from figures._digits import MEASURED_BY, ImageSpec, block_norms, classifiers, scale_of_images, snapshots
 from figures._kit import FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_rows, write_verdicts
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import short_labels
@@ -38,15 +39,14 @@ Row: TypeAlias = dict[str, Any]
 """seed, step, block, and the four norms."""
 
 
-def measure(out: Path, spec: ImageSpec, *, seeds: int, steps: int, size: int) -> list[Row]:
+def measure(out: Path, specs: Sequence[ImageSpec], *, steps: int, size: int) -> list[Row]:
     """Return a row for each seed, point (step 0 and the last) and parameter."""
     rows: list[Row] = []
     with progress_bar() as tell:
-        for seed in range(seeds):
-            one = ImageSpec(**{**vars(spec), "seed": seed})
+        for seed, one in enumerate(specs):
             batch = one.data(count=size)
             for step, model in snapshots(out, one, (0, steps)):
-                tell(f"seed {seed}, step {step}", 2 * seed + (step > 0), 2 * seeds)
+                tell(f"seed {seed}, step {step}", 2 * seed + (step > 0), 2 * len(specs))
                 key = {"spec": one, "step": step, "size": size}
                 make = partial(block_norms, model, batch)
                 norms = cached(out, NAME, key, make, code=MEASURED_BY)
@@ -130,10 +130,12 @@ def panel(axes: Axes, rows: list[Row], step: int, kind: str, names: list[str], l
     axes.axvspan(min(inside) - 0.5, max(inside) + 0.5, color="#f1f1f1", zorder=0, linewidth=0)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits", run: Path | None = None) -> list[Path]:
     """Train three seeds 1000 steps and draw (about 2 minutes of CPU); ``quick`` takes two seeds, 60 steps, 762 parameters."""
-    spec, (seeds, steps, size) = ImageSpec.of(images, quick=quick), (2, 60, 64) if quick else (3, 1000, 128)
-    rows = measure(out, spec, seeds=seeds, steps=steps, size=size)
+    seeds, steps, size = (2, 60, 64) if quick else (3, 1000, 128)
+    specs, (*_, steps) = classifiers("curvature-gap/mnist", (0, steps), images=images, quick=quick, run=run, seeds=seeds)
+    spec, seeds = specs[0], len(specs)
+    rows = measure(out, specs, steps=steps, size=size)
     names = list(dict.fromkeys(row["block"] for row in rows))
     labels = dict(zip(names, short_labels(names), strict=True))
     said = [verdict(rows, spec, seeds, steps, size)]
@@ -154,10 +156,4 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
         figure.text(0.012, 0.006, foot, fontsize=7.5, color=FAINT)
         figure.subplots_adjust(left=0.065, right=0.99, top=0.955, bottom=0.085, wspace=0.16, hspace=0.3)
         picture = save(figure, out / f"{NAME}{suffix}", said)
-    for step in (0, steps):
-        order = sorted(names, key=lambda name: -statistics.median(of(rows, step, name, "hessian_spectral")))
-        print(
-            f"  step {step}: ||H_WW||_2 "
-            + ", ".join(f"{n} {statistics.median(of(rows, step, n, 'hessian_spectral')):.3g}" for n in order[:6])
-        )
     return [picture, write_rows(out / f"{NAME}.csv", rows), write_verdicts(out, NAME, said)]

@@ -42,7 +42,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import hessiankit
-from figures._digits import LOSS, ImageSpec, images_of, scale_of_images, snapshots
+from figures._digits import LOSS, ImageSpec, classifiers, images_of, scale_of_images, snapshots
 from figures._kit import (
     CODE,
     DASHES,
@@ -338,7 +338,12 @@ def assumption(axes: Axes, data: dict[str, Any]) -> None:
     axes.legend(loc="upper right", ncols=2)
 
 
-SHOWN = {"change": "change", "gradient_term": "gradient's term", "hessian_term": "Hessian's term", "rest": "rest of both"}
+SHOWN = {
+    "change": "change",
+    "gradient_term": "gradient's term",
+    "hessian_term": "Hessian's term",
+    "rest": "change minus both terms",
+}
 
 
 def term_panels(sizes: Axes, correlations: Axes, name: str, rows: list[dict[str, Any]], letters: str) -> None:
@@ -378,10 +383,11 @@ def bound_panels(steps: Axes, ratios: Axes, reports: list[dict[str, Any]]) -> No
     heading(ratios, "(f) bound / change", "samples $k$", "ratio, at least 1")
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits", run: Path | None = None) -> list[Path]:
     """Measure and draw (about 60 s of CPU); ``quick`` takes 762 parameters, 60 steps and 150 digits."""
-    spec = ImageSpec.of(images, quick=quick)
-    data = measure(out, spec, 60, 150, 60, 60, 12) if quick else measure(out, spec, 1000, 1437, 400, 300, 60)
+    steps, *sizes = (60, 150, 60, 60, 12) if quick else (1000, 1437, 400, 300, 60)
+    (spec, *_), (*_, steps) = classifiers("curvature-gap/cifar", (0, steps), images=images, quick=quick, run=run)
+    data = measure(out, spec, steps, *sizes)
     paths, said = [], verdicts(data, spec)
     with style():
         figure = page(8.6, 6.4)
@@ -439,7 +445,7 @@ def verdicts(data: dict[str, Any], spec: ImageSpec) -> list[Verdict]:
 
 
 def numbers(out: Path, data: dict[str, Any]) -> list[Path]:
-    """Write what is drawn, and print the slopes and the medians."""
+    """Write what is drawn, the slopes and the medians."""
     change = {name: averaged(values) for name, values in data["losses"].items()}
     rows = [
         {"k": k, **{name: float(x[k - 1]) for name, x in change.items()},
@@ -453,9 +459,6 @@ def numbers(out: Path, data: dict[str, Any]) -> list[Path]:
         kept = {name: report[name] for name in ("distance", "curvature", "gradient_norm")}
         medians.append({**kept, "median_bound_over_change": float(ratio.median()), "smallest": float(ratio.min())})
     slopes = {name: slope(x) for name, x in change.items()}
-    print("  slopes " + ", ".join(f"{name} {x:.3f}" for name, x in slopes.items()))
-    print("  ||grad L_n(w*)|| " + ", ".join(f"{name} {x[-1]:.3g}" for name, x in data["gradients"].items()))
-    print("  bound / change " + ", ".join(f"{m['distance']:.3g}: {m['median_bound_over_change']:.3g}" for m in medians))
     summary = {"slopes": slopes, "bound": medians, **{name: data[name] for name in ("steps", "samples", "tested")}}
     return [
         write_rows(out / f"{NAME}.csv", rows),

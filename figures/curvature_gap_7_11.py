@@ -16,6 +16,7 @@ from 0.18 to 0.02). At last the Values' is 8 times the Keys' and 29 times the Qu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +26,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from figures._digits import MEASURED_BY, ImageSpec, block_norms, scale_of_images, snapshots
+from figures._digits import MEASURED_BY, ImageSpec, block_norms, classifiers, scale_of_images, snapshots
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows, write_verdicts
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import short_labels
@@ -45,17 +46,17 @@ FIGURES = {
 Row: TypeAlias = dict[str, Any]
 
 
-def measure(out: Path, spec: ImageSpec, *, steps: int, every: int, hessian_every: int, size: int) -> tuple[list[Row], list[Row]]:
-    """Return the rows of norms (the Hessian's are None between its steps) and the rows of entries."""
+def measure(out: Path, spec: ImageSpec, steps: Sequence[int], curved: Sequence[int], size: int) -> tuple[list[Row], list[Row]]:
+    """Return the rows of norms (the Hessian's are None but at some steps) and the rows of entries."""
     batch = spec.data(count=size)
     wanted = [f"blocks.0.{name}" for names in FIGURES.values() for name in names]
     norms: list[Row] = []
     entries: list[Row] = []
     with progress_bar() as tell:
-        for step, model in snapshots(out, spec, range(0, steps + 1, every)):
-            tell(f"step {step}", step, steps)
+        for step, model in snapshots(out, spec, steps):
+            tell(f"step {step}", step, steps[-1])
             curvature: dict[str, list[float]] = {}
-            if step % hessian_every == 0:
+            if step in curved:
                 key = {"spec": spec, "step": step, "size": size}
                 make = partial(block_norms, model, batch, wanted)
                 curvature = cached(out, NAME, key, make, code=MEASURED_BY)
@@ -107,11 +108,13 @@ def row_of(axes: tuple[Axes, Axes, Axes], title: str, names: list[str], norms: l
     axes[2].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.5)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits", run: Path | None = None) -> list[Path]:
     """Train 1000 steps, eleven Hessians, draw (about 100 s of CPU); ``quick`` takes 762 parameters, 100 steps, six Hessians."""
-    spec = ImageSpec.of(images, quick=quick)
     steps, every, hessian_every, size = (100, 10, 20, 32) if quick else (1000, 20, 100, 128)
-    norms, entries = measure(out, spec, steps=steps, every=every, hessian_every=hessian_every, size=size)
+    (spec, *_), wanted = classifiers("curvature-gap/mnist", range(0, steps + 1, every), images=images, quick=quick, run=run)
+    steps = wanted[-1]
+    curved = wanted if run else wanted[:: hessian_every // every]
+    norms, entries = measure(out, spec, wanted, curved, size)
     with style():
         figure = page(7.8, 7.4)
         for k, (title, names) in enumerate(FIGURES.items()):
@@ -130,9 +133,6 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
         figure.subplots_adjust(left=0.075, right=0.93, top=0.97, bottom=0.09, wspace=0.36, hspace=0.3)
         said = [verdict(norms, spec, steps, size)]
         picture = save(figure, out / f"{NAME}{suffix}", said)
-    for name in dict.fromkeys(row["block"] for row in norms):
-        values = series(norms, name, "hessian_spectral")[1]
-        print(f"  ||H||_2 of {name}: {values[0]:.3g} -> {max(values):.3g} at most -> {values[-1]:.3g}")
     numbers = [write_rows(out / f"{NAME}.csv", norms), write_rows(out / f"{NAME}_entries.csv", entries)]
     return [picture, *numbers, write_verdicts(out, NAME, said)]
 

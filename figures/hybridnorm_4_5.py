@@ -26,7 +26,7 @@ a gradient of 20 in the first block, against 0.5 of the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,11 @@ from figures._kit import (
 from figures._trained import Arms, arms, seeds_of, spec_of
 from figures._verdicts import Verdict, above_zero, in_every, negative
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.support.tables import as_text, table
 from hessiankit.training.depth import depth_diagnostics
-from papers.experiments.catalogue import FIRST_BLOCKS, FLOWS
+from papers.experiments.catalogue.hybridnorm import FIRST_BLOCKS, FLOWS
 from papers.experiments.runs import measured_on
 from papers.experiments.spec import Spec, model_of, scale_of
-from papers.experiments.tuning.verdict import Interval, mean_interval, paired_difference
+from papers.experiments.tuning.verdict import Interval, paired_difference
 
 NAME = Path(__file__).stem
 LOOKS = {
@@ -69,29 +68,8 @@ DEPTHS, QUICK_DEPTHS, RATIO_SEEDS = (4, 8, 16, 32), (2, 4, 8), (0, 1, 2)
 """Numbers of blocks, and seeds, of the ratios at initialisation."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What was trained and is measured.
-
-    Attributes:
-        first: A model of Figure 4.
-        seeds: Seeds of the runs.
-        deep: A model of Figure 5; its steps are what its second panel is after.
-        flow_seeds: Seeds of the gradients of Figure 5.
-        depths: Numbers of blocks of the ratios at initialisation.
-        ratio_seeds: Their seeds.
-    """
-
-    first: Spec
-    seeds: tuple[int, ...]
-    deep: Spec
-    flow_seeds: tuple[int, ...]
-    depths: tuple[int, ...]
-    ratio_seeds: tuple[int, ...]
-
-
 def differences(runs: Arms) -> Iterator[tuple[str, int, Interval]]:
-    """Yield (name, step, loss less HybridNorm's of the same seed), where no run has diverged."""
+    """Yield (name, step, loss minus that of HybridNorm with the same seed), where no run has diverged."""
     base = runs["HybridNorm"]
     for name, own in runs.items():
         for k, step in enumerate(own[0].steps):
@@ -113,13 +91,13 @@ def flows(runs: Arms) -> dict[str, np.ndarray]:
     return found
 
 
-def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
+def ratios(deep: Spec, depths: Sequence[int], seeds: Sequence[int], out: Path) -> list[dict[str, Any]]:
     """Return rows: the last block's gradient norm over the first's, at initialisation, by number of blocks and seed."""
     rows = []
     for name, (placement, initialisation) in FLOWS.items():
-        for layers in settings.depths:
-            for seed in settings.ratio_seeds:
-                spec = replace(settings.deep, placement=placement, initialisation=initialisation, layers=layers, seed=seed)
+        for layers in depths:
+            for seed in seeds:
+                spec = replace(deep, placement=placement, initialisation=initialisation, layers=layers, seed=seed)
 
                 def gradient(spec: Any = spec) -> list[float]:
                     found = depth_diagnostics(model_of(spec), measured_on(spec), what="gradient").gradient
@@ -136,6 +114,11 @@ def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def depths_of(at_start: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the numbers of blocks of the ratios, rising."""
+    return sorted({row["blocks"] for row in at_start})
+
+
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
     """Train sixteen models of eight blocks and twelve of sixteen (about 7 minutes of one core), draw, and write the numbers.
 
@@ -144,11 +127,8 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     options: Any = {"quick": quick, "run": run, "text": text, "seeds": (0, 1) if quick else None}
     runs, deep = arms("hybridnorm/fig4", out, **options), arms("hybridnorm/fig5", out, **options)
     depths = QUICK_DEPTHS if quick else DEPTHS if run is None else (spec_of(deep).layers,)
-    chosen = RATIO_SEEDS[:2] if quick else RATIO_SEEDS
-    settings = Settings(spec_of(runs), seeds_of(runs), spec_of(deep), seeds_of(deep), depths, chosen)
-    gradients, at_start = flows(deep), ratios(settings, out)
+    gradients, at_start = flows(deep), ratios(spec_of(deep), depths, RATIO_SEEDS[:2] if quick else RATIO_SEEDS, out)
     apart = list(differences(runs))
-    _tell(runs, apart, gradients)
     losses = [
         {"first block": name, "seed": run.spec.seed, "step": step, "held-out loss": loss, "diverged": run.diverged}
         for name, own in runs.items()
@@ -158,14 +138,14 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     by_block = [
         {"model": name, "seed": seed, "step": step, "block": k + 1, "gradient norm": float(value)}
         for name, values in gradients.items()
-        for seed, both in zip(settings.flow_seeds, values, strict=True)
-        for step, row in zip((0, settings.deep.steps), both, strict=True)
+        for seed, both in zip(seeds_of(deep), values, strict=True)
+        for step, row in zip((0, spec_of(deep).steps), both, strict=True)
         for k, value in enumerate(row)
     ]
     paired = [{"first block": n, "step": s, "difference": i.value, "low": i.low, "high": i.high} for n, s, i in apart]
-    said = verdicts(apart, gradients, at_start, settings)
+    said = verdicts(apart, gradients, at_start, runs, deep)
     with style():
-        drawn = save(picture(runs, apart, gradients, at_start, settings), out / f"{NAME}{suffix}", said)
+        drawn = save(picture(runs, deep, apart, gradients, at_start), out / f"{NAME}{suffix}", said)
     return [
         drawn,
         write_rows(out / f"{NAME}_losses.csv", losses),
@@ -180,9 +160,11 @@ def verdicts(
     apart: Sequence[tuple[str, int, Interval]],
     gradients: dict[str, np.ndarray],
     at_start: Sequence[dict[str, Any]],
-    settings: Settings,
+    runs: Arms,
+    deep: Arms,
 ) -> list[Verdict]:
     """Return what the runs show of Figures 4 and 5."""
+    depths, steps = depths_of(at_start), spec_of(deep).steps
     last = {name: interval for name, _, interval in apart}
     criteria = {
         "HybridNorm*": "HybridNorm*'s loss is below HybridNorm's",
@@ -194,10 +176,10 @@ def verdicts(
         if name in last:
             gain = last[name] if name == "EmbedNorm" else negative(last[name])
             fig4.append(above_zero(text, gain, str(last[name])))
-    deepest = settings.depths[-1]
+    deepest = depths[-1]
     ends = {name: [r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, deepest)] for name in FLOWS}
     by_depth = {
-        name: [np.mean([r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, n)]) for n in settings.depths]
+        name: [np.mean([r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, n)]) for n in depths]
         for name in FLOWS
     }
     pre, post = ([name for name in FLOWS if name.startswith(kind)] for kind in ("Pre-Norm", "Post-Norm"))
@@ -216,7 +198,7 @@ def verdicts(
     }
     balanced = [
         in_every(
-            f"after {settings.deep.steps} steps {name}'s largest over smallest gradient is below that of every other placement",
+            f"after {steps} steps {name}'s largest over smallest gradient is below that of every other placement",
             (x < min(min(spread[other]) for other in spread if not other.startswith("HybridNorm")) for x in spread[name]),
             f"{each(spread[name], 2)} against "
             + ", ".join(f"{other} {each(spread[other], 2)}" for other in spread if not other.startswith("HybridNorm")),
@@ -224,8 +206,7 @@ def verdicts(
         for name in ("HybridNorm", "HybridNorm*")
         if name in spread
     ]
-    scales = [scale_of(spec, len(seeds)) for spec, seeds in (
-        (settings.first, settings.seeds), (settings.deep, settings.flow_seeds))]  # fmt: skip
+    scales = [scale_of(spec_of(one), len(seeds_of(one))) for one in (runs, deep)]
     return [
         Verdict(
             "hybridnorm/fig4",
@@ -241,35 +222,20 @@ def verdicts(
     ]
 
 
-def _tell(runs: Arms, apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray]) -> None:
-    last = {name: interval for name, _, interval in apart}
-    rows = []
-    for name, own in runs.items():
-        ends = [run.losses[-1] for run in own]
-        mean = str(mean_interval(ends)) if np.isfinite(ends).all() else "no number"
-        rows.append((name, mean, str(last.get(name, "")), f"{sum(run.diverged for run in own)} of {len(own)}"))
-    print(as_text(table(["first block", "held-out loss, 95 %", "less HybridNorm's", "diverged"], rows)))
-    found = []
-    for name, values in gradients.items():
-        ratio, spread = values[:, :, -1] / values[:, :, 0], values.max(-1) / values.min(-1)
-        found.append((name, *(", ".join(f"{x:.3g}" for x in part[:, k]) for k in range(2) for part in (ratio, spread))))
-    headers = ["gradient norms", "last / first block", "largest / smallest", "the same after training", ""]
-    print(as_text(table(headers, found)))
-
-
 def picture(
-    runs: Arms, apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray],
-    at_start: Sequence[dict[str, Any]], settings: Settings,
+    runs: Arms, deep: Arms, apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray],
+    at_start: Sequence[dict[str, Any]],
 ) -> Picture:  # fmt: skip
     """Draw Figure 4 above and Figure 5 below."""
+    depths, steps = depths_of(at_start), spec_of(runs).steps
     with style():
         figure = page(7.6, 6.7)
         figure.text(0.08, 0.972, "First blocks, and gradients by layer (HybridNorm, Figures 4 and 5)", fontsize=10)
         above = figure.add_gridspec(1, 2, left=0.08, right=0.83, top=0.915, bottom=0.595, wspace=0.32)
         losses, less = (figure.add_subplot(above[0, k]) for k in range(2))
-        heading(losses, f"Held-out loss after {settings.first.steps} steps, by seed", "", "loss (nats/byte)")
-        heading(less, "Difference from HybridNorm, 95 % interval", "step", "loss less HybridNorm's (nats/byte)")
-        lowest = settings.first.steps / 10
+        heading(losses, f"Held-out loss after {steps} steps, one mark per seed", "", "loss (nats per token)")
+        heading(less, "Loss minus that of HybridNorm, 95 %", "step", "nats per token")
+        lowest = steps / 10
         for k, (name, own) in enumerate(runs.items()):
             look: Any = LOOKS[name]
             for j, run in enumerate(own):
@@ -287,9 +253,9 @@ def picture(
         figure.legend(*losses.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.84, 0.92))
         below = figure.add_gridspec(1, 3, left=0.08, right=0.985, top=0.415, bottom=0.065, wspace=0.36)
         panels = [figure.add_subplot(below[0, k]) for k in range(3)]
-        heading(panels[0], "Gradient at initialisation", "block", "norm of the block's gradient; thin: seeds")
-        heading(panels[1], f"Gradient after {settings.deep.steps} steps", "block")
-        heading(panels[2], "Last / first block, initially", "number of blocks", "quotient of gradient norms")
+        heading(panels[0], "Gradient at initialisation", "block", "gradient norm (thin lines: seeds)")
+        heading(panels[1], f"Gradient after {spec_of(deep).steps} steps", "block")
+        heading(panels[2], "Last over first block, at initialisation", "number of blocks", "ratio of gradient norms")
         for name, values in gradients.items():
             look = {**LOOKS[name], "markersize": 2.5}
             blocks = range(1, values.shape[-1] + 1)
@@ -297,17 +263,15 @@ def picture(
                 panels[at].plot(blocks, np.exp(np.log(values[:, at]).mean(0)), label=name, **look)
                 for one in values[:, at]:
                     panels[at].plot(blocks, one, color=look["color"], linewidth=0.4)
-            own_ratios = [
-                [r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, n)] for n in settings.depths
-            ]
-            panels[2].plot(settings.depths, np.mean(own_ratios, axis=1), **look)
-        _scales(panels, settings)
+            own_ratios = [[r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, n)] for n in depths]
+            panels[2].plot(depths, np.mean(own_ratios, axis=1), **look)
+        _scales(panels, depths)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.53, 0.525), ncols=3, handlelength=3)
     return figure
 
 
-def _scales(panels: Sequence[Axes], settings: Settings) -> None:
+def _scales(panels: Sequence[Axes], depths: Sequence[int]) -> None:
     for axes in panels:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator([a * 10.0**b for b in range(-4, 4) for a in (1, 2, 5)]))
@@ -316,5 +280,5 @@ def _scales(panels: Sequence[Axes], settings: Settings) -> None:
     for axes in panels[:2]:
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     panels[2].set_xscale("log", base=2)
-    panels[2].set_xticks(settings.depths, [str(n) for n in settings.depths])
+    panels[2].set_xticks(depths, [str(n) for n in depths])
     panels[2].axhline(1, color=FAINT, linewidth=0.6)

@@ -31,7 +31,6 @@ from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, sav
 from figures._trained import Arms, arms, seeds_of, short_of, spec_of
 from figures._verdicts import Verdict, above_zero
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.support.tables import as_text, table
 from papers.experiments.runs import Run
 from papers.experiments.spec import scale_of
 from papers.experiments.tuning.verdict import Interval, mean_interval, paired_difference, simultaneous
@@ -74,7 +73,7 @@ class Cell:
         return None if any(self.diverged) else mean_interval(self.losses)
 
     def less(self, other: Cell) -> Interval | None:
-        """Return this cell's loss less another's, seed by seed; None where a run of either has diverged."""
+        """Return this cell's loss minus another's, seed by seed; None where a run of either has diverged."""
         confidence = simultaneous(0.95, len(PLACEMENTS) * (len(SCHEMES) - 1))
         return None if any(self.diverged + other.diverged) else paired_difference(self.losses, other.losses, confidence)
 
@@ -107,9 +106,6 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     runs = arms("hybridnorm/table3", out, quick=quick, run=run, seeds=QUICK_SEEDS if quick else None, text=text)
     spec, seeds, cells = spec_of(runs), seeds_of(runs), measure(runs)
     apart = compared(cells)
-    title = f"after {spec.steps} steps, seeds {', '.join(map(str, seeds))}; *: the paper's choice"
-    headers = ["placement", "initialisation", "held-out loss, 95 %", "less the paper's choice", "diverged", "paper: loss", "C4"]
-    print(as_text(table(headers, [_row(cell, apart) for cell in cells], title=title)))
     rows = [
         {
             "placement": cell.placement, "initialisation": cell.scheme, "seed": seed, "held-out loss": cell.losses[k],
@@ -124,7 +120,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         loss, perplexity = PRINTED[cell.placement, cell.scheme]
         means.append({
             "placement": cell.placement, "initialisation": cell.scheme, **_ends("held-out loss", cell.mean),
-            **_ends("less the paper's choice", less), "diverged": sum(cell.diverged), "paper's loss": loss,
+            **_ends("difference from the paper's choice", less), "diverged": sum(cell.diverged), "paper's loss": loss,
             "paper's C4 perplexity": perplexity,
         })  # fmt: skip
     said = [verdict(apart, scale_of(spec, len(seeds)), short_of(spec))]
@@ -155,8 +151,8 @@ def picture(cells: Sequence[Cell], apart: dict[tuple[str, str], Interval | None]
         figure.text(0.225, 0.93, "Initialisation of Pre-Norm and HybridNorm (HybridNorm, Table 3)", fontsize=10)
         grid = figure.add_gridspec(1, 2, left=0.225, right=0.97, top=0.8, bottom=0.15, wspace=0.1)
         left, right = (figure.add_subplot(grid[0, k]) for k in range(2))
-        heading(left, "Means, 95 % intervals; below: each seed", "held-out loss, nats a byte")
-        heading(right, "Less the paper's choice, 95 % together", "nats a byte")
+        heading(left, "Means with 95 % intervals; below: seeds", "held-out loss (nats per token)")
+        heading(right, "Loss minus that of the paper's choice", "nats per token; all four intervals hold at 95 %")
         for k, cell in enumerate(cells):
             look: Any = _look(cell)
             y = len(cells) - k
@@ -190,14 +186,6 @@ def _bar(axes: Axes, interval: Interval | None, y: float, look: dict[str, Any]) 
 def _look(cell: Cell) -> dict[str, Any]:
     k = list(PLACEMENTS).index(cell.placement)
     return {"color": METHOD_COLOURS[k], "marker": METHOD_MARKS[k]}
-
-
-def _row(cell: Cell, apart: dict[tuple[str, str], Interval | None]) -> list[str]:
-    chosen = cell.scheme == CHOSEN[cell.placement]
-    less = "" if chosen else _text(apart[cell.placement, cell.scheme])
-    loss, perplexity = PRINTED[cell.placement, cell.scheme]
-    share = f"{sum(cell.diverged)} of {len(cell.diverged)}"
-    return [cell.placement, cell.scheme + "*" * chosen, _text(cell.mean), less, share, f"{loss:.2f}", f"{perplexity:.2f}"]
 
 
 def _text(interval: Interval | None) -> str:

@@ -109,8 +109,12 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         left, right = figure.add_axes((0.12, 0.1, 0.45, 0.82)), figure.add_axes((0.68, 0.1, 0.3, 0.62))
         table_4(left, shallow)
         table_5(right, deep)
-        heading(left, f"Table 4: {size.layers} blocks, {size.steps} steps; marks: seeds, bar: mean", "held-out loss (nats/byte)")
-        heading(right, f"Table 5: after {deeper.steps} steps", "blocks", "held-out loss (nats/byte)")
+        heading(
+            left,
+            f"Table 4: {size.layers} blocks, {size.steps} steps; marks: seeds, bars: means",
+            "held-out loss (nats per token)",
+        )
+        heading(right, f"Table 5: after {deeper.steps} steps", "blocks", "held-out loss (nats per token)")
         figure.legend(*right.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.64, 0.97), ncols=1, handlelength=3)
         picture = save(figure, out / f"{NAME}{suffix}", said)
     return [picture, write_rows(out / f"{NAME}.csv", rows), write_verdicts(out, NAME, said)]

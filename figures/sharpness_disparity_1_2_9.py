@@ -43,12 +43,13 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
-from figures._order import PRINTED, diluted, order_of, scale_of_both
+from figures._order import PRINTED, diluted, scale_of_both
 from figures._trained import models
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.training.sharpness import SharpnessEstimate, SharpnessReport, sharpness
 from papers.experiments.runs import Run, measured_on
+from papers.experiments.spec import Spec
 
 NAME = Path(__file__).stem
 DRAWS = 16
@@ -66,32 +67,31 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     both = models("sharpness-disparity/fig3", out, quick=quick, run=run, text=text)
     runs = {title: one["AdamW"][0] for title, one in both.items()}
     reports = {title: measure(one) for title, one in runs.items()}
-    print(f"  printed order: {' < '.join(PRINTED)}")
-    for title, report in reports.items():
-        found = order_of(report)
-        print(f"  {title}: {report.ordering}; {'in' if found.printed else 'not in'} the printed order: {_steps(found.steps)}")
     files = [write_rows(out / f"{NAME}.csv", rows(reports)), write_rows(out / f"{NAME}_distribution.csv", bins(reports))]
-    said = verdicts(reports, scale_of_both({title: one.spec for title, one in runs.items()}))
+    said = verdicts(reports, {title: one.spec for title, one in runs.items()})
     with style():
         files.append(_types(reports, out / f"{NAME}_types{suffix}", said[:2]))
         files.append(_layers(reports, out / f"{NAME}_layers{suffix}", said[2:]))
     return [*files, write_verdicts(out, NAME, said)]
 
 
-def verdicts(reports: Mapping[str, SharpnessReport], scale: str) -> list[Verdict]:
+def verdicts(reports: Mapping[str, SharpnessReport], specs: Mapping[str, Spec]) -> list[Verdict]:
     """Return what the models show of Eq. 1, of the distributions, and of Remark 1.1; one outcome a model."""
-    answer = {"yes": True, "no": False, "open": None}
+    scale, spec = scale_of_both(specs), next(iter(specs.values()))
     found = list(reports.values())
     eq1, medians = [], []
-    for k, (low, high) in enumerate(pairwise(PRINTED)):
+    for low, high in pairwise(PRINTED):
         quotients = [one.ratio(low, base=high) for one in found]
-        outcomes = [answer[order_of(one).steps[k]] for one in found]
+        outcomes = [None if q.low <= 1 <= q.high else q.low > 1 for q in quotients]  # an interval that holds 1 decides nothing
         seen = ", ".join(f"{q.value:.2g} [{q.low:.2g}, {q.high:.2g}]" for q in quotients)
-        eq1.append(in_every(f"S({high}) / S({low}) > 1", outcomes, seen, diluted(low)))
+        eq1.append(in_every(f"S({high}) / S({low}) > 1", outcomes, seen, diluted(low, spec)))
         logs = [[one.histograms[kind].quantile(0.5) for kind in (low, high)] for one in found]
         medians.append(
             in_every(
-                f"median positive h of {high} above {low}'s", (a < b for a, b in logs), each(b / a for a, b in logs), diluted(low)
+                f"median positive h of {high} above {low}'s",
+                (a < b for a, b in logs),
+                each(b / a for a, b in logs),
+                diluted(low, spec),
             )
         )
     widths = [
@@ -163,10 +163,6 @@ def bins(reports: Mapping[str, SharpnessReport]) -> Iterator[dict[str, Any]]:
 def _row(title: str, of: str, kind: str, layer: object, one: SharpnessEstimate) -> dict[str, Any]:
     numbers = {"sharpness": one.value, "standard_error": one.standard_error, "low": one.low, "high": one.high}
     return {"model": title, "of": of, "type": kind, "layer": layer, **numbers, "entries": one.entries}
-
-
-def _steps(answers: tuple[str, ...]) -> str:
-    return ", ".join(f"{a} < {b} {answer}" for a, b, answer in zip(PRINTED[:-1], PRINTED[1:], answers, strict=True))
 
 
 def _page(reports: Mapping[str, SharpnessReport]) -> tuple[Picture, list[tuple[str, SharpnessReport, Axes, Axes]]]:

@@ -67,12 +67,6 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     both = models("sharpness-disparity/fig3", out, quick=quick, run=run, text=text)
     runs = {title: one["AdamW"][0] for title, one in both.items()}
     logs = {title: run.log for title, run in runs.items() if run.log is not None}
-    print(f"  printed order: {' < '.join(PRINTED)}")
-    for title, log in logs.items():
-        orders = orders_of(log)
-        seen = ", ".join(f"{step} in {count}" for step, count in agreements(list(orders.values())).items())
-        whole = [step for step, order in orders.items() if order == PRINTED]
-        print(f"  {title}: at {len(whole)} of {len(orders)} checkpoints {whole or ''}; step by step: {seen}")
     numbers = {title: norms(runs[title], log) for title, log in logs.items()}
     quotients = {title: quotient_of_bounds(runs[title].spec, log) for title, log in logs.items()}
     files = [
@@ -80,16 +74,15 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         write_rows(out / f"{NAME}_norms.csv", _norm_rows(numbers)),
         write_rows(out / f"{NAME}_quotients.csv", _quotient_rows(quotients)),
     ]
-    scale = scale_of_both({title: run.spec for title, run in runs.items()})
-    width = min(run.spec.d_model for run in runs.values())
-    said = [verdict_of_orders(logs, scale), verdict_of_norms(numbers, scale, width)]
+    specs = {title: run.spec for title, run in runs.items()}
+    said = [verdict_of_orders(logs, specs), verdict_of_norms(numbers, specs)]
     with style():
         files.append(_draw_sharpness(logs, runs, out / f"{NAME}_sharpness{suffix}", said[:1]))
         files.append(_draw_norms(numbers, quotients, out / f"{NAME}_norms{suffix}", said[1:]))
     return [*files, write_verdicts(out, NAME, said)]
 
 
-def verdict_of_orders(logs: Mapping[str, MonitorLog], scale: str) -> Verdict:
+def verdict_of_orders(logs: Mapping[str, MonitorLog], specs: Mapping[str, Spec]) -> Verdict:
     """Return what the models show of Figure 3: whether the printed order is there at the end, and since when."""
     every = [list(orders_of(log).values()) for log in logs.values()]
     parts = [
@@ -97,7 +90,7 @@ def verdict_of_orders(logs: Mapping[str, MonitorLog], scale: str) -> Verdict:
             f"S({low}) < S({high}) at the last checkpoint",
             (one[-1].index(low) < one[-1].index(high) for one in every),
             seen,
-            diluted(low),
+            diluted(low, next(iter(specs.values()))),
         )
         for (low, high), seen in zip(
             pairwise(PRINTED),
@@ -106,10 +99,10 @@ def verdict_of_orders(logs: Mapping[str, MonitorLog], scale: str) -> Verdict:
         )
     ]
     words = "the order of the types emerges early in training and persists"
-    return Verdict("sharpness-disparity/fig3", words, scale, tuple(parts))
+    return Verdict("sharpness-disparity/fig3", words, scale_of_both(specs), tuple(parts))
 
 
-def verdict_of_norms(numbers: Mapping[str, Lines], scale: str, width: int) -> Verdict:
+def verdict_of_norms(numbers: Mapping[str, Lines], specs: Mapping[str, Spec]) -> Verdict:
     """Return what the models show of Figure 8: whether gains shrink, and matrices stay longer than gains."""
     gains = [found[panel]["gamma"][1][:, 0] for found in numbers.values() for panel in ("FFN", "QK and VO")]
     shrinks = in_every(
@@ -127,10 +120,12 @@ def verdict_of_norms(numbers: Mapping[str, Lines], scale: str, width: int) -> Ve
         for panel in ("FFN", "QK and VO")
     ]
     seen = f"smallest quotient {each(least)}"
-    missing = unreached(width=(width, 1024))  # a matrix's norm grows with the width, a gain's with its root
+    missing = unreached(
+        width=(min(spec.d_model for spec in specs.values()), 1024)
+    )  # a matrix's norm grows with the width, a gain's with its root
     longer = in_every("every matrix's norm is above the gain's at every checkpoint", (x > 1 for x in least), seen, missing)
     words = "the gains' norms shrink, and the matrices' stay above them"
-    return Verdict("sharpness-disparity/fig8", words, scale, (shrinks, longer))
+    return Verdict("sharpness-disparity/fig8", words, scale_of_both(specs), (shrinks, longer))
 
 
 def orders_of(log: MonitorLog) -> dict[int, tuple[str, ...]]:

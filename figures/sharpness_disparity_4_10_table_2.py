@@ -41,15 +41,16 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, heading, page, save, style, write_rows, write_verdicts
+from figures._trained import arms
 from figures._verdicts import Part, Verdict, above_zero, in_every, negative
 from hessiankit.support.progress import progress_bar
-from hessiankit.training.optim import PRESETS
-from papers.experiments.spec import scale_of
+from papers.experiments.catalogue.sharpness_disparity import SETTINGS
+from papers.experiments.runs import Run
+from papers.experiments.spec import Spec, scale_of
 from papers.experiments.tuning.comparison import TUNING_SEED, run_arms
 from papers.experiments.tuning.comparison_report import draw_differences, draw_searches
 from papers.experiments.tuning.experiment import (
     PAPER,
-    Ratios,
     RunResult,
     RunSpec,
     Setting,
@@ -65,12 +66,6 @@ from papers.experiments.tuning.verdict import ArmResult, first_step, judge, mean
 
 NAME = Path(__file__).stem
 ADAMW = "AdamW"
-SETTINGS: dict[str, Ratios] = {
-    "6, 4, 3, 2": ratios_of(PRESETS["6/4/3/2"]),
-    "8, 6, 4, 3": ratios_of(PRESETS["8/6/4/3"]),
-    "10, 8, 6, 4": PAPER,
-}
-"""Figure 10: ratios of Emb, QK, FFN, VO."""
 SPEEDUP = 1.92
 """Of LLaMA 1.1B in print (Figure 1, right); Sec. 6.1 says nearly 2 for all models."""
 TABLE_2 = {"Emb": -0.016, "Emb, FFN": -0.043, "Emb, FFN, QK, VO": -0.050, "Norm x 2": 0.003}
@@ -102,14 +97,14 @@ class Found:
 
     Attributes:
         setting: The model and budget.
-        searches: By name of the setting of the ratios, :data:`ADAMW` first.
+        searches: By name of the setting of the ratios, :data:`ADAMW` first; none where runs were read.
         arms: The baseline first, each with a run a seed.
         rows: The same, judged.
     """
 
-    setting: Setting
+    setting: Setting | Spec
     searches: dict[str, SearchResult]
-    arms: tuple[tuple[Arm, tuple[RunResult, ...]], ...]
+    arms: tuple[tuple[Arm, tuple[RunResult | Run, ...]], ...]
     rows: tuple[ArmResult, ...]
 
 
@@ -128,14 +123,14 @@ def arms_at(lr: float, uniform: float, best: Mapping[str, float]) -> tuple[Arm, 
         Arm("Emb, FFN", lr, ratios_of({kind: paper[kind] for kind in ("Emb", "FFN")})),
         Arm("Emb, FFN, QK, VO", lr, PAPER),
         Arm("Norm x 2", lr, ratios_of({"Norm": 2.0})),
-        *(Arm(f"({name}) at AdamW's lr", lr, ratios) for name, ratios in SETTINGS.items() if ratios != PAPER),
+        *(Arm(at_adamws(name), lr, ratios) for name, ratios in SETTINGS.items() if ratios != PAPER),
         *(Arm(f"({name}) at its own lr", best[name], ratios) for name, ratios in SETTINGS.items()),
         Arm("all x 2", rounded(2 * lr)),
         Arm(f"all x {uniform:.2g}", rounded(float(f"{uniform:.2g}") * lr)),
     )
 
 
-def run(protocol: Protocol, lines: Path, jobs: int) -> Found:
+def train(protocol: Protocol, lines: Path, jobs: int) -> Found:
     """Search the learning rates, run all arms with other seeds; finished runs are lines of a file."""
     setting = protocol.setting
     entries = entries_by_type(model_of(setting, 0))
@@ -153,21 +148,40 @@ def run(protocol: Protocol, lines: Path, jobs: int) -> Found:
     return Found(setting, found, results, judge(results))
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
-    """Do the runs that are missing, draw loss curves, searches and differences, and write the numbers."""
-    protocol = QUICK if quick else FULL
-    protocol = replace(protocol, setting=replace(protocol.setting, text=text, digest=digest_of(text)))
-    jobs = 1 if quick else min(os.cpu_count() or 1, 8)
-    found = run(protocol, out / "cache" / f"{NAME}.jsonl", jobs)
+def finished(folder: Path) -> Found:
+    """Return the runs of Table 2 and of Figure 10 in a folder, each compared with the AdamW of its own experiment."""
+    groups = []
+    for name in ("table2", "fig10"):
+        runs = arms(f"sharpness-disparity/{name}", folder, run=folder)
+        names = [ADAMW if not k else at_adamws(arm) if arm in SETTINGS else arm for k, arm in enumerate(runs)]
+        specs = [own[0].spec for own in runs.values()]
+        each_arm = [Arm(arm, spec.lr, spec.ratios) for arm, spec in zip(names, specs, strict=True)]
+        groups.append(tuple(zip(each_arm, map(tuple, runs.values()), strict=True)))
+    table2, fig10 = groups
+    return Found(table2[0][1][0].spec, {}, (*table2, *fig10[1:]), (*judge(table2), *judge(fig10)[1:]))
+
+
+def at_adamws(name: str) -> str:
+    """Return the name of the arm with a setting of the ratios at AdamW's learning rate."""
+    return f"({name}) at AdamW's lr"
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib", run: Path | None = None) -> list[Path]:
+    """Do the runs that are missing or read those of a folder, draw loss curves, searches and differences, write the numbers."""
+    if run is None:
+        protocol = QUICK if quick else FULL
+        protocol = replace(protocol, setting=replace(protocol.setting, text=text, digest=digest_of(text)))
+        jobs = 1 if quick else min(os.cpu_count() or 1, 8)
+        found = train(protocol, out / "cache" / f"{NAME}.jsonl", jobs)
+    else:
+        found = finished(run)
     for one in found.searches.values():
         print(f"  {one}")
     for row in found.rows[1:]:
         print(f"  {row.arm.name}: {row.verdict}")
-    files = [
-        write_rows(out / f"{NAME}.csv", table(found)),
-        write_rows(out / f"{NAME}_searches.csv", searched(found)),
-        write_rows(out / f"{NAME}_curves.csv", curves(found)),
-    ]
+    files = [write_rows(out / f"{NAME}.csv", table(found)), write_rows(out / f"{NAME}_curves.csv", curves(found))]
+    if found.searches:
+        files.append(write_rows(out / f"{NAME}_searches.csv", searched(found)))
     said = verdicts(found)
     files.append(write_verdicts(out, NAME, said))
     return [*files, picture(found, said, out / f"{NAME}{suffix}")]
@@ -179,8 +193,12 @@ def picture(found: Found, said: Sequence[Verdict], path: Path) -> Path:
         figure = page(8.2, 7.0)
         title = "Learning rates by block type (The Sharpness Disparity Principle, Figures 4 and 10, Table 2)"
         figure.text(0.075, 0.975, title, fontsize=10)
-        _draw_curves(figure.add_axes((0.075, 0.565, 0.395, 0.355)), found)
-        _draw_searches(figure.add_axes((0.585, 0.565, 0.395, 0.355)), found)
+        _draw_curves(figure.add_axes((0.075, 0.565, 0.395, 0.355)), found, "Figure 4: loss curves", CURVES)
+        right = figure.add_axes((0.585, 0.565, 0.395, 0.355))
+        if found.searches:
+            _draw_searches(right, found)
+        else:
+            _draw_curves(right, found, "Figure 10: ratios of Emb, QK, FFN, VO", {at_adamws(name): name for name in SETTINGS})
         _draw_differences(figure.add_axes((0.24, 0.065, 0.48, 0.4)), found)
         return save(figure, path, said)
 
@@ -208,7 +226,7 @@ def verdicts(found: Found) -> list[Verdict]:
         for a, b in steps
     ]
     settings = tuple(f"({name}) at its own lr" for name in SETTINGS)
-    as_printed = tuple(whole if ratios == PAPER else f"({name}) at AdamW's lr" for name, ratios in SETTINGS.items())
+    as_printed = tuple(at_adamws(name) if at_adamws(name) in less else whole for name in SETTINGS)
 
     def best(criterion: str, arms: Sequence[str]) -> Part:
         """Eq. (5) is the last of the arms; an interval that holds 0 does not decide against it."""
@@ -218,7 +236,7 @@ def verdicts(found: Found) -> list[Verdict]:
         if lowest == arms[-1] or not all(map(math.isfinite, losses[lowest] + losses[arms[-1]])):
             return in_every(criterion, [lowest == arms[-1]], seen)
         less = paired_difference(losses[lowest], losses[arms[-1]])
-        return above_zero(criterion, less, f"{seen}; the lowest less eq. (5) {less}")
+        return above_zero(criterion, less, f"{seen}; the lowest minus eq. (5) {less}")
 
     runs = {arm.name: each_seed for arm, each_seed in found.arms}
 
@@ -229,16 +247,23 @@ def verdicts(found: Found) -> list[Verdict]:
         soon = (True if step is not None and step <= found.setting.steps / SPEEDUP else None for step in reached)
         return in_every(criterion, soon, f"its last loss is reached at step {at} of {found.setting.steps}")
 
-    return [
-        Verdict("sharpness-disparity/fig4", "Blockwise LR ends lower than tuned AdamW and is nearly twice as fast", scale_here, (
-            gain("eq. (5) at AdamW's learning rate, as in print, ends below tuned AdamW", whole),
-            fast(f"it is {SPEEDUP} times as fast (LLaMA 1.1B in print; one budget cannot refute it)", whole),
+    fig4 = [
+        gain("eq. (5) at AdamW's learning rate, as in print, ends below tuned AdamW", whole),
+        fast(f"it is {SPEEDUP} times as fast (LLaMA 1.1B in print; one budget cannot refute it)", whole),
+    ]
+    fig10 = [best(f"at AdamW's learning rate, as in print, the third of ({'), ('.join(SETTINGS)}) ends lowest", as_printed)]
+    if found.searches:
+        fig4 += [
             gain("eq. (5) at its own learning rate ends below tuned AdamW", own),
-            fast(f"eq. (5) at its own learning rate is {SPEEDUP} times as fast", own))),
-        Verdict("sharpness-disparity/eq5-best", "of three settings eq. (5) is the best, and all of them help", scale_here, (
-            best(f"at AdamW's learning rate, as in print, the third of ({'), ('.join(SETTINGS)}) ends lowest", as_printed),
-            best("each at its own learning rate, the third ends lowest", settings),
-            gain("all of them end below AdamW", *settings))),
+            fast(f"eq. (5) at its own learning rate is {SPEEDUP} times as fast", own),
+        ]
+        fig10.append(best("each at its own learning rate, the third ends lowest", settings))
+    fig10.append(gain("all of them end below AdamW", *(settings if found.searches else as_printed)))
+    faster = "Blockwise LR ends lower than tuned AdamW and is nearly twice as fast"
+    third = "of three settings eq. (5) is the best, and all of them help"
+    return [
+        Verdict("sharpness-disparity/fig4", faster, scale_here, tuple(fig4)),
+        Verdict("sharpness-disparity/eq5-best", third, scale_here, tuple(fig10)),
         Verdict("sharpness-disparity/table2", "Blockwise LR helps on every block, twice the rate of Norm hurts", scale_here, (
             gain("ratios on Emb; on Emb and FFN; on all four end below AdamW", *blocks),
             gain("Norm x 2 ends above AdamW", "Norm x 2", above=True))),
@@ -279,14 +304,18 @@ def _interval(name: str, one: Any) -> dict[str, Any]:
     return {name: one and one.value, f"{name}_low": one and one.low, f"{name}_high": one and one.high}
 
 
-def _draw_curves(axes: Axes, found: Found) -> None:
-    """Figure 4: the mean over the seeds with its interval, from the first fifth of the steps on."""
-    names = {ADAMW: "AdamW, tuned", "Emb, FFN, QK, VO": "eq. (5) at AdamW's lr", "(10, 8, 6, 4) at its own lr": "eq. (5), tuned"}
-    heading(axes, "Figure 4: loss curves", "step", "held-out loss (nats/byte)")
+CURVES = {ADAMW: "AdamW, tuned", "Emb, FFN, QK, VO": "eq. (5) at AdamW's lr", "(10, 8, 6, 4) at its own lr": "eq. (5), tuned"}
+"""Arm -> its label in Figure 4."""
+
+
+def _draw_curves(axes: Axes, found: Found, title: str, names: Mapping[str, str]) -> None:
+    """Draw the mean over the seeds with its interval, from the first fifth of the steps on."""
+    heading(axes, title, "step", "held-out loss (nats per token)")
     shown = {arm.name: runs for arm, runs in found.arms if arm.name in names}
     first, means = found.setting.steps / 5, []
     colours = [METHOD_COLOURS[k] for k in (0, 4, 3)]  # eq. (5) tuned: that of the ratios 10, 8, 6, 4 in the next picture
-    for (name, label), colour, dash in zip(names.items(), colours, DASHES, strict=False):
+    drawn = [(name, label) for name, label in names.items() if name in shown]
+    for (name, label), colour, dash in zip(drawn, colours, DASHES, strict=False):
         steps, columns = shown[name][0].steps, zip(*(one.losses for one in shown[name]), strict=True)
         points = [(s, mean_interval(c)) for s, c in zip(steps, columns, strict=True) if s >= first and all(map(math.isfinite, c))]
         x = [s for s, _ in points]
@@ -301,7 +330,7 @@ def _draw_curves(axes: Axes, found: Found) -> None:
 
 def _draw_searches(axes: Axes, found: Found) -> None:
     """Figure 10, at every learning rate."""
-    heading(axes, "Figure 10: ratios of Emb, QK, FFN, VO", "learning rate of the norms", "held-out loss (nats/byte)")
+    heading(axes, "Figure 10: ratios of Emb, QK, FFN, VO", "learning rate of the norms", "held-out loss (nats per token)")
     chosen = found.searches[ADAMW].best
     axes.axvline(chosen, color=FAINT, linewidth=0.6, linestyle=":")
     draw_searches(axes, list(found.searches.values()))
@@ -310,11 +339,11 @@ def _draw_searches(axes: Axes, found: Found) -> None:
 
 def _draw_differences(axes: Axes, found: Found) -> None:
     """Table 2 and the controls; hollow: what the paper prints."""
-    heading(axes, "Table 2: difference from tuned AdamW", "nats/byte, paired, 95 % interval")
+    heading(axes, "Table 2: difference from tuned AdamW", "nats per token, paired by seed, 95 % intervals")
     rows = found.rows[1:]
     draw_differences(axes, rows)
     own = [(TABLE_2[row.arm.name], k - 0.28) for k, row in enumerate(rows) if row.arm.name in TABLE_2]
-    label = "the paper, nats/token, one seed"
+    label = "in print (one seed)"
     axes.plot(*zip(*own, strict=True), "D", color=METHOD_COLOURS[2], fillstyle="none", markersize=3.5, label=label)
     axes.set_ylim(len(rows) + 0.5, -0.6)  # room for the legend
     axes.legend(loc="lower right", handlelength=1.0, borderaxespad=0.1)

@@ -31,8 +31,8 @@ from figures._trained import PRINTED_STEPS, Arms, models, seeds_of, short_of, sp
 from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.errors import InputError
-from papers.experiments.catalogue import EXPERIMENTS
-from papers.experiments.runs import FINISHED, read_run
+from papers.experiments.catalogue import EXPERIMENTS, name_of
+from papers.experiments.runs import finished_in
 from papers.experiments.spec import counted, scale_of
 
 NAME = Path(__file__).stem
@@ -58,19 +58,15 @@ def names_in(folder: Path) -> list[str]:
     Raises:
         InputError: There are none.
     """
-    specs = [read_run(file.parent).spec for file in sorted(folder.rglob(FINISHED))]
-    found = [
-        name
-        for name, one in EXPERIMENTS.items()
-        if any(spec.name.startswith(f"{name.replace('/', '-')}-") and spec.size in one.models for spec in specs)
-    ]
+    names = {name_of(one.spec) for one in finished_in(folder)}
+    found = [name for name in EXPERIMENTS if name in names]
     if not found:
         raise InputError(f"figures: {folder} has no finished run; python -m papers train --list names what makes them")
     return found
 
 
 def less(arms: Arms, arm: str) -> list[float]:
-    """Return a method's last losses less those of the first method with the same seed."""
+    """Return a method's last losses minus those of the first method with the same seed."""
     base = next(iter(arms.values()))
     return [run.losses[-1] - other.losses[-1] for run, other in zip(arms[arm], base, strict=False)]
 
@@ -149,7 +145,7 @@ def picture(found: Mapping[str, Sizes]) -> Picture:
             heading(axes, name, "parameters", "held-out loss (nats/token)")
         else:
             differences(axes, name, sizes)
-            heading(axes, name, f"held-out loss less that of {next(iter(next(iter(sizes.values()))))}")
+            heading(axes, name, f"held-out loss minus that of {next(iter(next(iter(sizes.values()))))} (nats per token)")
     figure.tight_layout(w_pad=2.5)
     return figure
 

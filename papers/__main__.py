@@ -16,7 +16,7 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_json, write_text
 from papers.block_diagonal import study
 from papers.commands import attack, bounds
-from papers.experiments import placements, train, tune_lr
+from papers.experiments import evaluate, placements, train, tune_lr
 
 if TYPE_CHECKING:
     from papers.ledger import Ledger
@@ -61,7 +61,7 @@ def app() -> App:
     """Return the program with its commands."""
     fails = "a verdict is not reproduced, or a valid bound is exceeded"
     commands = {"bounds": bounds.app, "attack": attack.app, "tune-lr": tune_lr.app, "placements": placements.app}
-    commands["train"] = train.app
+    commands |= {"train": train.app, "evaluate": evaluate.app}
     commands["block-diagonal"] = study.app
     top = program("python -m papers", "The papers' statements, and experiments.", commands, EXAMPLES, fails)
     top.command(list_rows, name="list")

@@ -31,6 +31,7 @@ python -m papers train curse-of-depth/table6 --preset tiny
 python -m papers train hybridnorm/table4 --preset paper --dry-run
 torchrun --nproc-per-node 8 -m papers train curse-of-depth/fig4 --preset paper --data /data/c4 --device cuda --micro 8 --out runs
 python -m figures curse_of_depth_4_8 --run runs
+python -m papers evaluate runs --tokenizer t5 --tasks arc_easy --tasks piqa
 ```
 
 - **Data.** `--data` takes a folder of `.bin` shards (16-bit tokens, as nanoGPT writes them; those named `val*` are held
@@ -47,12 +48,18 @@ python -m figures curse_of_depth_4_8 --run runs
   choose some runs.
 - **Pictures.** `python -m figures NAME --run DIR` draws the paper's picture from the runs in a folder, with verdicts from
   their own size; without `--run` the small runs that the [gallery](gallery.md) shows. `trained_arms` draws any experiment.
+  `curvature_gap_table_1` and `curvature_gap_theorem_1` have no `--run`: they are measured at initial weights, or on random
+  problems, and nothing is trained for them.
+- **Downstream tasks.** `python -m papers evaluate DIR` evaluates the models of a folder's runs by
+  [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) (`pip install lm-eval`), zero-shot, and prints
+  each accuracy beside the paper's. `--tasks` names tasks, by default those of the paper's table. `--include` is a folder of
+  tasks of your own, and `--tokenizer` the tokenizer that made the shards; without it tokens are bytes.
+  lm-evaluation-harness loads the data of its tasks from Hugging Face's hub or from its cache.
 
 Hours are those of one device at {RATE:.3g} operations a second, 40 % of an A100's peak in bfloat16, all methods with one
 seed: what only a cluster can do. `--rate 3e10` gives those of one core of a CPU, as measured on `small` Table 6. Every
 experiment is trained at `tiny` size by the tests, and those that a gallery picture names at `small`; no `paper` preset has
-been run. Downstream accuracies need
-[lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness), to which no adapter exists here.
+been run.
 """
 
 
@@ -117,7 +124,7 @@ def page() -> str:
         said = ", ".join(f"`{row}` ({one['verdict'].lower()})" for row, one in seen.items())
         lines += ["", f"Drawn in the [gallery](gallery.md) from small runs: {said}."]
         if none:
-            lines += ["", "Without a command:", ""]
+            lines += ["", "Without a training command:", ""]
             lines += [f"- `{name}`: {why}." for name, why in none.items()]
         lines.append("")
     return "\n".join(lines)

@@ -1,3 +1,3 @@
 """The Curse of Depth in Large Language Models (Sun et al. 2025)."""
 
-CHAPTERS = ("definitions", "variance", "jacobian", "scaling", "gradients", "tables")
+CHAPTERS = ("definitions", "variance", "jacobian", "scaling", "gradients", "sizes", "tables")

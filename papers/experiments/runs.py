@@ -198,6 +198,11 @@ def read_run(folder: Path) -> Run:
     return _run(Spec.of(identity["spec"]), folder, found)
 
 
+def finished_in(folder: Path) -> list[Run]:
+    """Return the finished runs below a folder, in the order of their paths."""
+    return [read_run(file.parent) for file in sorted(folder.rglob(FINISHED))]
+
+
 def _run(spec: Spec, folder: Path, found: Mapping[str, Any]) -> Run:
     if spec.every and read(folder / MONITORED) is None:
         put(folder / MONITORED, found["monitored"].encode())

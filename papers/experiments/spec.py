@@ -173,8 +173,10 @@ def scale_of(run: Spec | Setting, seeds: int) -> str:
     '2 seeds; 1 block of width 8, 3 thousand parameters; 30 steps of 256 bytes of the standard library'
     """
     text = "the standard library" if run.text == "stdlib" else run.text
-    unit = "bytes" if isinstance(run, Setting) or run.vocabulary == VOCAB_SIZE else "tokens"
-    data = f"{run.steps} steps of {run.batch_size * run.length} {unit} of {text}"
+    count, unit = run.batch_size * run.length, "bytes" if isinstance(run, Setting) or run.vocabulary == VOCAB_SIZE else "tokens"
+    if isinstance(run, Spec) and run.image:
+        count, unit = run.batch_size, "images"
+    data = f"{run.steps} steps of {count} {unit} of {text}"
     model = model_of_setting(run, 0) if isinstance(run, Setting) else counted(run)
     return scale(seeds, run.layers, run.d_model, sum(p.numel() for p in model.parameters()), data)
 

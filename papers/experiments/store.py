@@ -32,7 +32,9 @@ def writing(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise InputError(f"figures: cannot write {path}: {error.strerror or error}; pass another folder with --out") from error
+        raise InputError(
+            f"experiments: cannot write {path}: {error.strerror or error}; pass another folder with --out"
+        ) from error
 
 
 def put(path: Path, content: bytes | memoryview) -> Path:
@@ -42,7 +44,7 @@ def put(path: Path, content: bytes | memoryview) -> Path:
         InputError: The file cannot be written.
     """
     with writing(path):
-        write_bytes("figures", path, content, remedy="pass another folder with --out")
+        write_bytes("experiments", path, content, remedy="pass another folder with --out")
     return path
 
 
@@ -58,7 +60,7 @@ def read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise InputError(
-            f"figures: cannot read {path}: {error.strerror or error}; remove it, or pass another folder with --out"
+            f"experiments: cannot read {path}: {error.strerror or error}; remove it, or pass another folder with --out"
         ) from error
 
 
@@ -72,7 +74,7 @@ def set_aside(path: Path, why: str) -> Path:
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     with writing(path):
         os.replace(path, target)
-    print(f"figures: {path} is damaged: {why}; it is now {target.name}, and is made anew", file=sys.stderr, flush=True)
+    print(f"experiments: {path} is damaged: {why}; it is now {target.name}, and is made anew", file=sys.stderr, flush=True)
     return target
 
 

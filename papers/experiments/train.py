@@ -145,13 +145,5 @@ def trained(
         rows.append({**row, "perplexity": math.exp(last) if last < math.log(1e9) else math.inf, "seconds": found.seconds})
     if ranks.rank == 0:
         cells = [[f"{x:.5g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
-        print(
-            as_text(
-                table(
-                    list(rows[0]),
-                    cells,
-                    title=str(out),
-                )
-            )
-        )
+        print(as_text(table(list(rows[0]), cells, title=str(out))))
     return rows

@@ -48,11 +48,7 @@ class Small:
 RUNS = {
     "curse_of_depth_2_3_6": Small(".png .csv _angles.csv _verdicts.json", lambda m: {"WINDOWS": 6}, SIZE),
     "curse_of_depth_4_8": Small(".png .csv _laws.csv _verdicts.json", runs=SIZE),
-    "curse_of_depth_7": Small(
-        ".png .csv _variances.csv _verdicts.json",
-        lambda m: {"TINY_VISION": replace(m.TINY_VISION, blocks=2, steps=4, every=2)},
-        {**SIZE, "layers": 2},
-    ),
+    "curse_of_depth_7": Small(".png .csv _variances.csv _verdicts.json", runs={**SIZE, "layers": 2}),
     "hybridnorm_4_5": Small(
         ".png _losses.csv _differences.csv _gradients.csv _ratios.csv _verdicts.json",
         lambda m: {"QUICK_DEPTHS": (2, 4)},
@@ -68,7 +64,7 @@ RUNS = {
         ".csv _searches.csv _curves.csv _verdicts.json .png", lambda m: {"QUICK": m.Protocol(SETTING, (0.03, 0.06), 3, 2)}
     ),
     "sharpness_disparity_6_7_11": Small(
-        ".png .csv _sharpness.csv _verdicts.json", lambda m: {"TINY": replace(m.TINY, setting=SETTING)}
+        ".png .csv _sharpness.csv _verdicts.json", lambda m: {"GRID": (0.03, 0.06)}, {**SIZE, "every": 2}
     ),
 }
 RUNS["trained_arms"] = Small(".png .csv _verdicts.json", runs={"steps": 2, "batch_size": 2, "windows": 4})

@@ -129,7 +129,7 @@ def test_a_damaged_answer_is_set_aside_and_made_anew(how: str, tmp_path: Path, c
     assert cached(tmp_path, "sum", {"n": 3}, lambda: 6) == 6
     assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
     said = capsys.readouterr().err
-    assert said.startswith(f"figures: {path} is damaged: ")
+    assert said.startswith(f"experiments: {path} is damaged: ")
     assert said.endswith(f"; it is now {path.name}.damaged, and is made anew\n")
     assert cached(tmp_path, "sum", {"n": 3}, lambda: 1 / 0) == 6
 

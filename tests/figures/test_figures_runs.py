@@ -21,7 +21,7 @@ from hessiankit.blocks import Transformer
 from hessiankit.cli.text import load_text
 from papers.experiments.catalogue import specs
 from papers.experiments.optimizers import AdamMini, Lion
-from papers.experiments.runs import kept_run, measured_on, train_run
+from papers.experiments.runs import kept_run, measured_on, read_run, train_run
 from papers.experiments.spec import Spec, model_of
 
 TINY = Spec(
@@ -214,3 +214,47 @@ def test_adam_mini_is_adam_where_each_group_has_equal_gradients():
         mini.step()
         adam.step()
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+FROM_RUNS = {
+    "sharpness_disparity_4_10_table_2": ("_curves.csv", "table2", "fig10"),
+    "sharpness_disparity_6_7_11": (".csv", "fig6", "fig7-lion", "fig7-wsd"),
+}
+
+
+@pytest.mark.parametrize("name", FROM_RUNS)
+def test_figures_of_learning_rates_read_the_runs_of_a_folder(name, tmp_path):
+    """Losses are those of the runs, and nothing is trained."""
+    ends = set()
+    end, *experiments = FROM_RUNS[name]
+    for experiment in experiments:
+        for own in specs(f"sharpness-disparity/{experiment}", "tiny", seeds=(3, 4), **{**SIZE, "every": 2}).values():
+            for spec in own:
+                run = train_run(spec, tmp_path / "runs" / spec.name)
+                ends.add((f"{run.losses[-1]:.6g}", str(spec.seed)))
+    assert main([name, "--run", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    drawn = {(row["loss"], row["seed"]) for row in read(tmp_path / f"{name}{end}") if int(row["step"]) == SIZE["steps"]}
+    assert drawn == ends
+    assert not (tmp_path / "cache").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["curvature_gap_5", "curvature_gap_7_11"])
+def test_figures_of_images_read_the_runs_of_a_folder(name, tmp_path, capsys):
+    """Norms are those of the trained matrices, of every seed where a figure has several."""
+    for spec in specs("curvature-gap/mnist", "tiny", seeds=(3, 4), d_model=4, d_ff=6, steps=3, kept=(1,), every=0)[
+        "MNIST", "AdamW"
+    ]:
+        train_run(spec, tmp_path / "runs" / spec.name)
+    assert main([name, "--run", str(tmp_path / "runs"), "--out", str(tmp_path), "--quick"]) == 0
+    rows = [row for row in read(tmp_path / f"{name}.csv") if row["block"] == "blocks.0.attention.W_V"]
+    wanted = {"curvature_gap_5": ((3, 0), (3, 3), (4, 0), (4, 3)), "curvature_gap_7_11": ((3, 0), (3, 1), (3, 3))}[name]
+    column = "parameter_frobenius" if name == "curvature_gap_5" else "frobenius"
+    assert len(rows) == len(wanted)
+    for row, (seed, step) in zip(rows, wanted, strict=True):
+        run = read_run(next((tmp_path / "runs").glob(f"*-{seed}")))
+        state = run.models[step] if step else model_of(run.spec).state_dict()
+        assert float(row[column]) == pytest.approx(float(state["blocks.0.attention.W_V"].norm()), rel=1e-5)
+        assert int(row["step"]) == step
+    assert main(["curvature_gap_6_12", "--run", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 1
+    assert "has no finished run of AdamW; python -m papers train curvature-gap/cifar makes them" in capsys.readouterr().err

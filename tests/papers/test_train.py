@@ -67,8 +67,7 @@ def test_the_paper_preset_has_the_printed_parameters_or_says_why_not(name: str, 
     words = f"{model.parameters.value} in print ({model.parameters.place})"
     if f"{name} {size}" in DIFFERENT:
         assert (count, agreement(model, count)) == (DIFFERENT[f"{name} {size}"], f"{words}; {model.why}")
-        assert len(model.why) > 20
-        assert "/" not in model.why or claims(id=model.why)[0].verdict == "WRONG AS PRINTED"
+        assert claims(id=model.why)[0].verdict in ("WRONG AS PRINTED", "VAGUE")
     else:
         assert count == pytest.approx(printed, rel=0.04)
         assert agreement(model, count) == words
@@ -293,7 +292,7 @@ def test_experts_are_the_sum_over_the_largest_probabilities() -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 REFUSALS: dict[str, tuple[list[str], str]] = {
     "unknown": (["hybridnorm/table9"], "hybridnorm/table9"),
-    "no run": (["hybridnorm/table1"], "is no training run: lm-evaluation-harness on the models of hybridnorm/fig1"),
+    "no run": (["hybridnorm/table1"], "is no training run: python -m papers evaluate on the models of hybridnorm/fig1"),
     "model": (["hybridnorm/table3", "--model", "1B"], "550M"),
     "arm": (["curse-of-depth/table6", "--arm", "LN"], "LNS"),
     "data": (["hybridnorm/table3", "--preset", "paper"], "reads its data from --data: OLMoE-mix-0924"),

@@ -233,7 +233,7 @@ def draw(report: TuneReport, path: Path) -> Path:
         draw_searches(left, report.comparison.sweeps)
         _titled(left, "searches: final loss by learning rate", "learning rate of the norms", "held-out loss (nats/byte)")
         draw_differences(right, report.rows[1:])
-        title = f"loss less AdamW's, paired by seed, {100 * report.confidence:g} % interval"
+        title = f"loss minus that of AdamW, paired by seed, {100 * report.confidence:g} % interval"
         _titled(right, title, "nats/byte; left of 0 the arm is better")
         write_picture("tune-lr", figure, path)
     return path

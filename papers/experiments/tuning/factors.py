@@ -49,7 +49,7 @@ def rows(runs: Runs) -> Iterator[str]:
 
 def main(folder: Path) -> None:
     """Do the runs that are missing, and print the table."""
-    heads = ["model", "lr", "seeds", "AdamW", *(f"{arm} less AdamW" for arm in list(ARMS)[1:])]
+    heads = ["model", "lr", "seeds", "AdamW", *(f"{arm} minus AdamW" for arm in list(ARMS)[1:])]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     with Runs(folder / "factors.jsonl") as runs:
         for row in rows(runs):

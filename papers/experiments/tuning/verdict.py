@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scipy.special import stdtrit
 
 from hessiankit.support.errors import InputError
 from papers.experiments.tuning.experiment import RunResult
 from papers.experiments.tuning.sweep import Arm
+
+if TYPE_CHECKING:
+    from papers.experiments.runs import Run
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class ArmResult:
     Attributes:
         arm: The arm.
         loss: Mean held-out loss after the last step, nats a byte; None where a run diverged.
-        difference: Mean of the arm's loss less the baseline's, seed by seed; None for the baseline, or where a run diverged.
+        difference: Mean of the arm's loss minus the baseline's, seed by seed; None for the baseline, or where a run diverged.
         together: The same with the confidence at which all differences of the comparison hold at once.
         steps: Geometric mean of the steps to equal loss, relative to the baseline (:func:`relative_steps`).
         reached: For every seed the step at which the arm first reaches the baseline's final loss; None where it never does.
@@ -223,7 +226,7 @@ class ArmResult:
         }
 
 
-def judge(arms: Sequence[tuple[Arm, tuple[RunResult, ...]]], *, confidence: float = 0.95) -> tuple[ArmResult, ...]:
+def judge(arms: Sequence[tuple[Arm, Sequence[RunResult | Run]]], *, confidence: float = 0.95) -> tuple[ArmResult, ...]:
     """Return one row an arm; the first arm is the baseline.
 
     Args:
@@ -235,8 +238,8 @@ def judge(arms: Sequence[tuple[Arm, tuple[RunResult, ...]]], *, confidence: floa
     for k, (arm, runs) in enumerate(arms):
         assert [run.spec.seed for run in runs] == [run.spec.seed for run in reference]
         diverged = sum(run.diverged for run in runs)
-        sound = not any(math.isinf(run.final) for run in (*runs, *reference))
-        finals, others = [run.final for run in runs], [run.final for run in reference]
+        sound = not any(math.isinf(run.losses[-1]) for run in (*runs, *reference))
+        finals, others = [run.losses[-1] for run in runs], [run.losses[-1] for run in reference]
         compared = len(arms) - 1 if k else 0
         level = simultaneous(confidence, compared)
         ratios = [relative_steps(run.steps, run.losses, other.losses) for run, other in zip(runs, reference, strict=True)]
@@ -249,7 +252,7 @@ def judge(arms: Sequence[tuple[Arm, tuple[RunResult, ...]]], *, confidence: floa
                 paired_difference(finals, others, level) if sound and k else None,
                 mean_interval(logs, confidence).exponential() if len(logs) == len(runs) and k else None,
                 tuple(
-                    first_step(run.steps, run.losses, other.final) if math.isfinite(other.final) else None
+                    first_step(run.steps, run.losses, other.losses[-1]) if math.isfinite(other.losses[-1]) else None
                     for run, other in zip(runs, reference, strict=True)
                 ),
                 diverged,
