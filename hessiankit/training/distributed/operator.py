@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearise_all
 from hessiankit.engine.linearisation import Constant, Linearisation, LinearisedBatch
+from hessiankit.engine.paged_parameters import PagedState
 from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss, ModulePoint
 from hessiankit.request.cancellation import ROUNDING
@@ -41,7 +42,7 @@ from hessiankit.training.distributed.ranks import (
     described,
 )
 from hessiankit.training.distributed.sharded import is_sharded, own_gradient, unwrapped
-from hessiankit.training.distributed.shards import Pieces, ShardedModel, ShardedParameters, ShardedState
+from hessiankit.training.distributed.shards import Pieces, ShardedModel, ShardedParameters
 
 WHO = "hessian_operator"
 
@@ -352,7 +353,7 @@ def sharded_operator(
             check_tensors(module, names)
             criterion = read_loss(loss)
             pieces = {name: piece for name, piece in model.pieces.items() if name in names}
-            return ModulePoint(module, pieces, ShardedState(model, criterion.function)), criterion
+            return ModulePoint(module, pieces, PagedState(model, criterion.function)), criterion
 
         at, criterion = ranks.together(point)
         check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
@@ -376,11 +377,6 @@ def sharded_operator(
                 batch = curvature.of(first_call(at, criterion, inputs, labels, handshake=False))
                 batch = replace(batch, count=count, share=count / total)
                 trace = loss_trace(batch, is_deferred=True)
-                if trace.trace.fallbacks:
-                    raise InputError(
-                        f"{WHO}: {trace.trace.fallbacks[0]} has no closed form yet, which a sharded model cannot be "
-                        "differentiated without; write it in other operations, or pass a whole copy of the model"
-                    )
                 with torch.no_grad():
                     options: dict[str, Any] = {"gauss_newton": kind != "hessian", "recompute": "layers"}
                     return batch, Linearisation(batch, traced_loss=trace, parameters=memory, **options)
