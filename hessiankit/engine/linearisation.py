@@ -161,7 +161,7 @@ class Linearisation(ComparedBatch):
         with torch.inference_mode(False):  # tensors that autograd takes, wherever the product is asked for
             rows = rows.clone() if rows.is_inference() else rows
             result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        step = self.vectors_together if rows.device.type == "cpu" else max(1, len(rows))
+        step = self.vectors_together if self._seed.device.type == "cpu" else max(1, len(rows))
         with self._at_the_point():
             for part, into in zip(rows.split(step), result.split(step), strict=True):
                 self._multiply(part.contiguous(), into)
@@ -434,7 +434,12 @@ class MicroBatched(ComparedBatch):
 
 
 def linearise(
-    batch: BatchLoss, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None
+    batch: BatchLoss,
+    *,
+    gauss_newton: bool,
+    recompute: Recompute = None,
+    micro_batch: int | None = None,
+    parameters: ParameterMemory | None = None,
 ) -> LinearisedBatch:
     """Linearise one batch, whole or some samples at a time; arguments as in :class:`Linearisation`.
 
@@ -444,7 +449,8 @@ def linearise(
     try:
         if micro_batch is not None and micro_batch < batch.n_samples:
             return MicroBatched(batch, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
-        return Linearisation(batch, gauss_newton=gauss_newton, recompute=recompute or ("all" if micro_batch else None))
+        recompute = recompute or ("all" if micro_batch else None)
+        return Linearisation(batch, gauss_newton=gauss_newton, recompute=recompute, parameters=parameters)
     except TraceError:
         if batch.reached():
             raise

@@ -95,6 +95,11 @@ class ModulePoint:
         """Device of the parameters and of results."""
         return next(iter(self.parameters.values())).device
 
+    @property
+    def device_of_calls(self) -> torch.device:
+        """Device that the module computes on, and of data."""
+        return next(iter(self.leaves.values())).device
+
     @contextmanager
     def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Let the module be as it was, at some values of its parameters, gradients on, and random states put back after that."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hessiankit.curvature.operator import HessianOperator, check_options, linearise_all
+from hessiankit.curvature.operator import HessianOperator, PagedOperator, check_options, linearise_all
 from hessiankit.engine.linearisation import Constant, Linearisation, LinearisedBatch
 from hessiankit.engine.paged_parameters import PagedState
 from hessiankit.engine.parts import WORKSPACE
@@ -204,7 +204,7 @@ def hessian_operator(
     return ranks.together(lambda: DistributedOperator(ranks, batches_of_rank, linearisations, kind, block_size))
 
 
-class ShardedOperator(HessianOperator):
+class ShardedOperator(PagedOperator):
     """A :class:`hessiankit.HessianOperator` of a model that ``fully_shard`` has spread; made by :func:`hessian_operator`.
 
     Vectors are this rank's pieces of the parameters, one after the other, (entries here,), or dicts or lists of the pieces, or of
@@ -274,13 +274,6 @@ class ShardedOperator(HessianOperator):
     def _check_finite(self, rows: Tensor, products: Tensor) -> None:
         self.ranks.together(lambda: super(ShardedOperator, self)._check_finite(rows, products))
 
-    def _origin(self) -> None:
-        """Return None: to find the operation takes the whole model."""
-
-    def _rounding_of(self, v: Tensor) -> float:
-        """Return 0: the values that show how much cancels are not held, so an asymmetry beyond rounding is an error."""
-        return 0.0
-
     def _flat(self, tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
         named = tensors if isinstance(tensors, Mapping) else dict(zip(self.names, tensors, strict=False))
         for name, x in named.items():
@@ -298,12 +291,6 @@ class ShardedOperator(HessianOperator):
         if any(isinstance(x, DTensor) for x in values):
             named = {name: self._model.like(name, x) for name, x in named.items()}
         return named if isinstance(tensors, Mapping) else list(named.values())
-
-    def approximation(self, name: str) -> NoReturn:
-        """Refuse: an approximation needs whole layers."""
-        raise InputError(
-            f"{WHO}: {name!r} is not built of a sharded model; pass a function of this rank's pieces as preconditioner"
-        )
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise InputError(f"{WHO}: blocks of the matrix of a sharded model are not cut; pass params=[...] to hessian_operator")
