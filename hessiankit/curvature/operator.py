@@ -31,7 +31,7 @@ from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.read import Request, read_request
-from hessiankit.request.second_order import compare_second_order
+from hessiankit.request.second_order import SECOND_ORDER, compare_second_order
 from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.request.state import ModuleState
 from hessiankit.support.arguments import checked
@@ -357,7 +357,7 @@ class HessianOperator(SymmetricOperator):
 
 
 class PagedOperator(HessianOperator):
-    """A :class:`HessianOperator` of parameters that are brought where products read them (``offload=``); it has products alone."""
+    """A :class:`HessianOperator` whose parameters are brought where products read them; it has products alone."""
 
     is_replayable = False
 
@@ -371,8 +371,8 @@ class PagedOperator(HessianOperator):
     def approximation(self, name: str) -> NoReturn:
         """Refuse: an approximation needs whole layers."""
         raise InputError(
-            f"{WHO}: {name!r} is not built of parameters that are not all in one place; pass a diagonal, an operator or a function "
-            "as preconditioner"
+            f"{WHO}: {name!r} takes whole layers, and parameters are brought where products read them; pass a diagonal, an "
+            "operator or a function as preconditioner"
         )
 
 
@@ -441,7 +441,8 @@ def hessian_operator(
     [4.0, 6.0]
     """
     check_options(block_size, recompute, micro_batch)
-    paged = _paged(module, offload, micro_batch=micro_batch, snapshot=snapshot)
+    others = {"micro_batch": micro_batch, "snapshot": snapshot, "handshake": asked.get("handshake") == SECOND_ORDER}
+    paged = None if offload is False else _paged(module, offload, [name for name, value in others.items() if value])
     is_large = sum(p.numel() for p in module.parameters() if not is_lazy(p)) > LARGE
     lean = recompute is not None or micro_batch is not None or is_large
     share = lean if snapshot is None else not snapshot
@@ -456,29 +457,28 @@ def hessian_operator(
         check_effect(batches, linearised)
         kind = HessianOperator if paged is None else PagedOperator
         operator = kind(batches, linearised, request.curvature.kind, block_size, progress=progress or silent)
-        if request.second_order:
-            eps = max(torch.finfo(operator.torch_dtype).eps, *(b.eps for b in linearised))
-            compare_second_order(batches, eps, operator.__matmul__)
+    if request.second_order and paged is None:
+        eps = max(torch.finfo(operator.torch_dtype).eps, *(b.eps for b in linearised))
+        compare_second_order(batches, eps, operator.__matmul__)
     batches.clear()  # with the module's own gradient
     hand_back_memory(operator.shape[0])
     return operator
 
 
-def _paged(module: nn.Module, offload: bool | str | torch.device, **others: Any) -> PagedModel | None:
-    """Return a module whose parameters are to be moved to a device; None where they are not.
+def _paged(module: nn.Module, offload: bool | str | torch.device, others: Sequence[str]) -> PagedModel:
+    """Return a module whose parameters are to be moved to a device.
 
     Raises:
-        InputError: There is no such device, the module is not on the host, or an option does not go with it.
+        InputError: There is no such device, the module is not on the host, or there are options that do not go with it.
     """
-    if offload is False:
-        return None
-    device = torch.accelerator.current_accelerator() if offload is True else _device(offload)
+    device = torch.accelerator.current_accelerator() if isinstance(offload, bool) else _device(offload)
     if device is None:
         raise InputError(f"{WHO}: offload=True, and torch has no accelerator here; pass offload='cuda', or leave it out")
     if (place := next((p.device for p in module.parameters() if p.device.type != "cpu"), None)) is not None:
         raise InputError(f"{WHO}: offload= moves parameters from the host, and some are on {place}; pass module.cpu()")
-    if names := [name for name, value in others.items() if value]:
-        raise InputError(f"{WHO}: {names[0]}= does not go with offload=; leave one out (several batches: pass a list of pairs)")
+    if others:
+        remedy = {"micro_batch": "pass a list of small batches", "handshake": "pass handshake=True"}
+        raise InputError(f"{WHO}: {others[0]}= does not go with offload=; {remedy.get(others[0], 'leave one out')}")
     return PagedModel(WHO, module, device)
 
 

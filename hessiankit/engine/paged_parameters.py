@@ -78,8 +78,13 @@ class PagedModel:
                     self._watch(module, list(names.values()))
             undo.callback(setattr, self, "is_plain", False)
             self.is_plain = True
-            with _Reads(self):
-                yield self.module
+            try:
+                with _Reads(self):
+                    yield self.module
+            except BaseException:  # whoever prints what the traceback holds reads no memory that is not there
+                for whole in (*self.whole.values(), *self._values.values()):
+                    whole.data = whole.new_empty(0)
+                raise
 
     def _watch(self, module: nn.Module, names: list[str]) -> None:
         """Let parameters have memory while a module is called."""
@@ -148,6 +153,10 @@ class PagedModel:
     def _free(self, names: Iterable[str]) -> None:
         for whole in (self._values[name] for name in names if not self._readers[name]):
             whole.untyped_storage().resize_(0)
+
+    def current(self) -> dict[str, Tensor]:
+        """Return what is here of the module's parameters now, whatever has been put in their place."""
+        return self.pieces if self.is_plain else {name: p.detach() for name, p in self.module.named_parameters()}
 
     # Transport: from the host and back; between processes, of a subclass ----------------------------------------------------
 
@@ -227,7 +236,7 @@ class PagedState(ModuleState):
         return [slopes.get(id(leaf)) for leaf in leaves]
 
     def _shared(self) -> dict[str, Tensor]:
-        return self._model.pieces
+        return self._model.current()
 
     def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Yield the names of buffers that have other values now; parameters are brought anew before they are read."""
@@ -254,16 +263,10 @@ class PagedParameters(ParameterMemory):
                 f"{model.who}: {trace.fallbacks[0]} has no closed form yet, without which parameters are not brought layer by "
                 "layer; write it in other operations, or pass a whole model that lies on the device"
             )
-        converted = next((name for name, at in ids.items() if self.values[at].dtype != model.pieces[name].dtype), None)
-        if converted is not None:
-            raise InputError(
-                f"{model.who}: {converted!r} is {model.pieces[converted].dtype}, and the model also computes in "
-                f"{self.values[ids[converted]].dtype}; bring the model to that type, e.g. model.float()"
-            )
         for segment in segments:
             places = {at for a in segment.applications for at in (*a.inputs, a.output) if at is not None}
             held = (x for a in segment.applications for x in vars(a.primitive).values() if isinstance(x, Tensor))
-            values = [*(trace.values[at] for at in places), *held]
+            values = [*map(trace.stored, places), *held]
             storages = (x.untyped_storage()._cdata for x in values if has_memory(x))
             views = {model.memories[storage] for storage in storages if storage in model.memories}
             self._read.append(sorted(views | {self._names[at] for at in places if at in self._names}))

@@ -71,12 +71,14 @@ class DistributedOperator(HessianOperator):
 
     @contextmanager
     def same_call(self, caller: str, **options: Any) -> Iterator[None]:
-        self.ranks.named(caller).agree(**options)
-        with held_as(Copies(self.ranks)):
+        ranks = self.ranks.named(caller)
+        ranks.agree(**options)
+        with held_as(Copies(ranks)), ranks.in_step():
             yield
 
     def _product(self, vectors: Tensor) -> Tensor:
-        if isinstance(holding(), Copies):
+        if isinstance(held := holding(), Copies):
+            held.ranks.proceed()
             return super()._product(self.ranks.broadcast(vectors.cpu()).to(vectors.device))
         remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
         self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
@@ -87,10 +89,11 @@ class Copies(Vectors):
     """Vectors of which each rank has a copy; processors may round differently, and all ranks take the sums of rank 0."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
 
     def sum(self, terms: Tensor) -> Tensor:
-        return self._ranks.sum(terms.clone() if self._ranks.rank == 0 else torch.zeros_like(terms))
+        self.ranks.proceed()
+        return self.ranks.sum(terms.clone() if self.ranks.rank == 0 else torch.zeros_like(terms))
 
 
 def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
@@ -226,7 +229,7 @@ class ShardedOperator(PagedOperator):
         block_size: int | None,
     ) -> None:
         self.ranks, self._model = ranks, model
-        self._pieces = Pieces(model, list(batches[0].parameters))
+        self._pieces = Pieces(model, list(batches[0].parameters), ranks)
         largest = max(ranks.gather(max(batch.bytes_per_vector for batch in linearised)))
         super().__init__(batches, linearised, kind, block_size or max(1, WORKSPACE // largest), total=_of_pieces)
         self.loss = math.fsum(ranks.gather(float(self.loss)))
@@ -240,13 +243,20 @@ class ShardedOperator(PagedOperator):
 
     @contextmanager
     def same_call(self, caller: str, **options: Any) -> Iterator[None]:
-        self.ranks.named(caller).agree(**options)
-        with held_as(self._pieces):
+        ranks = self.ranks.named(caller)
+        ranks.agree(**options)
+        with held_as(Pieces(self._model, self.names, ranks)), ranks.in_step():
             yield
 
+    def _product(self, vectors: Tensor) -> Tensor:
+        held = holding()
+        held = held if isinstance(held, Pieces) else self._pieces
+        with held_as(held), held.ranks.in_step():
+            return super()._product(vectors)
+
     def _rows(self, rows: Tensor) -> Tensor:
-        with held_as(self._pieces):
-            return super()._rows(rows)
+        holding().ranks.proceed()  # type: ignore[attr-defined]
+        return super()._rows(rows)
 
     @property
     def symmetry_error(self) -> float:
@@ -363,7 +373,7 @@ def sharded_operator(
             ) -> tuple[BatchLoss, LinearisedBatch]:
                 batch = curvature.of(first_call(at, criterion, inputs, labels, handshake=False))
                 batch = replace(batch, count=count, share=count / total)
-                trace = loss_trace(batch, is_deferred=True)
+                trace = loss_trace(batch, is_deferred=True, as_stored=True)
                 with torch.no_grad():
                     options: dict[str, Any] = {"gauss_newton": kind != "hessian", "recompute": "layers"}
                     return batch, Linearisation(batch, traced_loss=trace, parameters=memory, **options)

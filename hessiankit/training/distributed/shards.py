@@ -69,6 +69,9 @@ class ShardedModel(PagedModel):
                     module.__class__ = type(module).__bases__[1]  # type: ignore[assignment]
             yield undo.enter_context(super().plain())
 
+    def current(self) -> dict[str, Tensor]:
+        return self.pieces
+
     def bring(self, names: Iterable[str]) -> None:
         """Gather parameters, which all ranks do together; within :meth:`plain` each does it by itself, for what it reads."""
         names = set(names)
@@ -122,13 +125,15 @@ class Pieces(Vectors):
     Args:
         model: Model whose parameters a vector has an entry for.
         names: Their names, in the order of the entries.
+        ranks: The ranks, in the call that treats the vectors.
     """
 
-    def __init__(self, model: ShardedModel, names: Sequence[str]) -> None:
-        self._model, self._shards = model, [model.shards[name] for name in names]
+    def __init__(self, model: ShardedModel, names: Sequence[str], ranks: Ranks) -> None:
+        self._model, self._shards, self.ranks = model, [model.shards[name] for name in names], ranks
 
     def sum(self, terms: Tensor) -> Tensor:
-        return self._model.ranks.sum(terms.clone()) / self._model.replicas
+        self.ranks.proceed()
+        return self.ranks.sum(terms.clone()) / self._model.replicas
 
     def drawn(self, draw: Callable[[int], Tensor], size: int) -> Tensor:
         """Return the entries here of the vector that one process would draw; all are drawn, some at a time."""
@@ -147,7 +152,8 @@ class Pieces(Vectors):
     def qr(self, Y: Tensor) -> tuple[Tensor, Tensor]:
         """Return Q, this rank's rows, and R, by the QR factorisation of all ranks' factors R one upon the other."""
         Q, R = super().qr(Y)
-        factors = dict(self._model.ranks.gather((self._model.position, R.cpu())))
+        self.ranks.proceed()
+        factors = dict(self.ranks.gather((self._model.position, R.cpu())))
         first = sum(len(factors[k]) for k in range(self._model.position))
         Q_factors, R_total = super().qr(torch.cat([factors[k] for k in sorted(factors)]).to(Y))
         return Q @ Q_factors[first : first + len(R)], R_total
