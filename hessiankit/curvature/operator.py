@@ -19,24 +19,25 @@ from torch.nn.parameter import is_lazy
 from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.evaluation import automatic
 from hessiankit.curvature.kronecker import KroneckerFactors
+from hessiankit.curvature.linearised_batches import check_effect, check_options, linearise_all, paged_model
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator, diagonal_operator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
-from hessiankit.engine.diagnosis import REMEDY, without_effect
+from hessiankit.engine.diagnosis import REMEDY
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
-from hessiankit.engine.paged_parameters import PagedModel, PagedParameters, PagedState
+from hessiankit.engine.linearisation import LinearisedBatch, Recompute, linearise
+from hessiankit.engine.paged_parameters import PagedParameters, PagedState
 from hessiankit.engine.parameter_memory import ParameterMemory
 from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
-from hessiankit.request.read import Request, read_request
+from hessiankit.request.read import read_request
 from hessiankit.request.second_order import SECOND_ORDER, compare_second_order
 from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.request.state import ModuleState
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import map_tensors
-from hessiankit.support.errors import InputError, check_count, check_name
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.inner_products import inner, norm
 from hessiankit.support.progress import silent
 from hessiankit.support.tape import Taped
@@ -414,8 +415,8 @@ def hessian_operator(
         block_size: Vectors of a block treated at once.
         recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
             products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
-            of activations does. 1.4 to 3 times the time. Less memory where many tokens are treated together, and by 4 bytes a
-            parameter for a model in half precision; the set-up takes as much as without.
+            of activations does. 1.4 to 3 times the time. Less memory where many tokens are treated together; the set-up takes as
+            much as without.
         micro_batch: Samples treated at once, each part anew in every product: the memory of so many samples, or of the largest
             batch where all are smaller. A batch is split for losses 'mse', 'cross_entropy' and torch's own, and samples that do
             not depend on each other.
@@ -442,7 +443,7 @@ def hessian_operator(
     """
     check_options(block_size, recompute, micro_batch)
     others = {"micro_batch": micro_batch, "snapshot": snapshot, "handshake": asked.get("handshake") == SECOND_ORDER}
-    paged = None if offload is False else _paged(module, offload, [name for name, value in others.items() if value])
+    paged = None if offload is False else paged_model(module, offload, [name for name, value in others.items() if value])
     is_large = sum(p.numel() for p in module.parameters() if not is_lazy(p)) > LARGE
     lean = recompute is not None or micro_batch is not None or is_large
     share = lean if snapshot is None else not snapshot
@@ -465,56 +466,6 @@ def hessian_operator(
     return operator
 
 
-def _paged(module: nn.Module, offload: bool | str | torch.device, others: Sequence[str]) -> PagedModel:
-    """Return a module whose parameters are to be moved to a device.
-
-    Raises:
-        InputError: There is no such device, the module is not on the host, or there are options that do not go with it.
-    """
-    device = torch.accelerator.current_accelerator() if isinstance(offload, bool) else _device(offload)
-    if device is None:
-        raise InputError(f"{WHO}: offload=True, and torch has no accelerator here; pass offload='cuda', or leave it out")
-    if (place := next((p.device for p in module.parameters() if p.device.type != "cpu"), None)) is not None:
-        raise InputError(f"{WHO}: offload= moves parameters from the host, and some are on {place}; pass module.cpu()")
-    if others:
-        remedy = {"micro_batch": "pass a list of small batches", "handshake": "pass handshake=True"}
-        raise InputError(f"{WHO}: {others[0]}= does not go with offload=; {remedy.get(others[0], 'leave one out')}")
-    return PagedModel(WHO, module, device)
-
-
-def _device(name: str | torch.device) -> torch.device:
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # a name that torch does not know, or a device that is not there
-        raise InputError(f"{WHO}: offload={name!r}: {str(error).splitlines()[0]}") from error
-
-
-@one_at_a_time
-def linearise_all(
-    request: Request,
-    *,
-    recompute: Recompute = None,
-    micro_batch: int | None = None,
-    memory: Callable[[], ParameterMemory] = ParameterMemory,
-) -> tuple[list[BatchLoss], list[LinearisedBatch]]:
-    """Return the loss of every batch, and the same linearised; options as in :func:`hessian_operator`."""
-    options: dict[str, Any] = {"recompute": recompute, "micro_batch": micro_batch}
-    batches: list[BatchLoss] = []
-    linearised: list[LinearisedBatch] = []
-    gauss_newton = request.curvature.kind != "hessian"
-    for batch in request.batches():
-        with torch.no_grad():
-            linearised.append(linearise(batch, gauss_newton=gauss_newton, parameters=memory(), **options))
-        batches.append(batch.unchecked() if batches else batch)  # one gradient, not one a batch
-    return request.shared(batches), linearised
-
-
-def check_effect(batches: Sequence[BatchLoss], linearised: Sequence[LinearisedBatch]) -> None:
-    """Raise InputError if no batch's loss depends on the parameters."""
-    if all(isinstance(one, Constant) for one in linearised):
-        raise without_effect(WHO, batches[0].parameters)
-
-
 def check_fallbacks(batches: Sequence[BatchLoss], kind: str, diagonal: Tensor | None = None) -> None:
     """Test products for symmetry, and against the largest entry of a diagonal: half a matrix does not show lost digits."""
     operator = HessianOperator.of(batches, kind)
@@ -532,11 +483,3 @@ def check_fallbacks(batches: Sequence[BatchLoss], kind: str, diagonal: Tensor | 
             f"{automatic(operator.fallbacks)}. An operation has lost its digits; write it in other "
             "operations, or use a wider dtype"
         )
-
-
-def check_options(block_size: int | None, recompute: Recompute = None, micro_batch: int | None = None) -> None:
-    """Raise InputError if the options of an operator cannot be used."""
-    check_count("block_size", block_size, "vector")
-    check_count("micro_batch", micro_batch, "sample")
-    if recompute not in (None, "layers"):
-        raise InputError(f"{WHO}: recompute={recompute!r} is not known; pass 'layers' or None")

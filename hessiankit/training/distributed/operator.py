@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hessiankit.curvature.operator import HessianOperator, PagedOperator, check_options, linearise_all
+from hessiankit.curvature.linearised_batches import check_options, linearise_all
+from hessiankit.curvature.operator import HessianOperator, PagedOperator
 from hessiankit.engine.linearisation import Constant, Linearisation, LinearisedBatch
 from hessiankit.engine.paged_parameters import PagedState
 from hessiankit.engine.parts import WORKSPACE
