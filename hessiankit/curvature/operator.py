@@ -7,9 +7,10 @@ one sweep forward and one sweep back for a whole block of vectors, through whate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,25 @@ from torch.nn.parameter import is_lazy
 from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.evaluation import automatic
 from hessiankit.curvature.kronecker import KroneckerFactors
+from hessiankit.curvature.linearised_batches import check_effect, check_options, linearise_all, paged_model
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator, diagonal_operator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
-from hessiankit.engine.diagnosis import REMEDY, without_effect
+from hessiankit.engine.diagnosis import REMEDY
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
+from hessiankit.engine.linearisation import LinearisedBatch, Recompute, linearise
+from hessiankit.engine.paged_parameters import PagedParameters, PagedState
+from hessiankit.engine.parameter_memory import ParameterMemory
 from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
-from hessiankit.request.read import Request, read_request
-from hessiankit.request.second_order import compare_second_order
+from hessiankit.request.read import read_request
+from hessiankit.request.second_order import SECOND_ORDER, compare_second_order
 from hessiankit.request.signature import CurvatureArguments, asks
+from hessiankit.request.state import ModuleState
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, check_count, check_name
+from hessiankit.support.containers import map_tensors
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.inner_products import inner, norm
 from hessiankit.support.progress import silent
 from hessiankit.support.tape import Taped
@@ -91,6 +97,7 @@ class HessianOperator(SymmetricOperator):
     """
 
     order = ", with entries in the order of named_parameters(), see .slices"
+    is_replayable = True
 
     def __init__(
         self,
@@ -116,7 +123,7 @@ class HessianOperator(SymmetricOperator):
         self.fallbacks = tuple(dict.fromkeys(name for b in linearised for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in linearised))
         self._total, self._block = total, partial(_product, linearised, self._weights, total, progress)
-        quiet = total is weighted_sum and progress is silent  # a replay tells nothing, nor speaks to other ranks
+        quiet = self.is_replayable and total is weighted_sum and progress is silent  # a replay tells nothing to other ranks
         is_replayed = quiet and not self.fallbacks and batch.device.type in REPLAYS
         self._replayed = REPLAYS[batch.device.type](self._block) if is_replayed else None
         self._symmetry: float | None = None
@@ -352,6 +359,26 @@ class HessianOperator(SymmetricOperator):
         return norm(self._total(errors(), self._weights))
 
 
+class PagedOperator(HessianOperator):
+    """A :class:`HessianOperator` whose parameters are brought where products read them; it has products alone."""
+
+    is_replayable = False
+
+    def _origin(self) -> None:
+        """Return None: to find the operation takes the whole model."""
+
+    def _rounding_of(self, v: Tensor) -> float:
+        """Return 0: the values that show how much cancels are not held, so an asymmetry beyond rounding is an error."""
+        return 0.0
+
+    def approximation(self, name: str) -> NoReturn:
+        """Refuse: an approximation needs whole layers."""
+        raise InputError(
+            f"{WHO}: {name!r} takes whole layers, and parameters are brought where products read them; pass a diagonal, an "
+            "operator or a function as preconditioner"
+        )
+
+
 def _is_parameters(x: Any) -> bool:
     """Tell whether an argument is tensors by name, or a sequence of them."""
     return isinstance(x, Mapping) or (isinstance(x, (list, tuple)) and any(isinstance(part, Tensor) and part.ndim for part in x))
@@ -369,6 +396,7 @@ def hessian_operator(
     recompute: Recompute = None,
     micro_batch: int | None = None,
     snapshot: bool | None = None,
+    offload: bool | str | torch.device = False,
     progress: Callable[[int, int], None] | None = None,
     **asked: Unpack[CurvatureArguments],
 ) -> HessianOperator:
@@ -389,13 +417,15 @@ def hessian_operator(
         block_size: Vectors of a block treated at once.
         recompute: ``"layers"``: keep the residual stream between sublayers and the results of products with weights; recompute
             the rest in every product, a sublayer at a time, as activation checkpointing does. 1.4 to 3 times the time. Less
-            memory where many tokens are treated together, and by 4 bytes a parameter for a model in half precision; the set-up
-            needs the same memory as without it.
+            memory where many tokens are treated together; the set-up needs the same memory as without it.
         micro_batch: Samples treated at once, each part anew in every product: the memory of so many samples, or of the largest
             batch where all are smaller. A batch is split for losses 'mse', 'cross_entropy' and torch's own, and samples that do
             not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
             parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.
+        offload: The device that computes, for a module that lies on the host and is larger than it; True: torch's accelerator.
+            Parameters are moved there for the steps that read them, a sublayer at a time, as their directions are, and
+            derivatives back; vectors lie on the host. With ``recompute="layers"``, without copies of the parameters.
         progress: Called with (batches done, batches in all) in every product.
         **asked: Arguments of :class:`~hessiankit.request.signature.CurvatureArguments`.
 
@@ -413,39 +443,28 @@ def hessian_operator(
     [4.0, 6.0]
     """
     check_options(block_size, recompute, micro_batch)
+    others = {"micro_batch": micro_batch, "snapshot": snapshot, "handshake": asked.get("handshake") == SECOND_ORDER}
+    paged = None if offload is False else paged_model(module, offload, [name for name, value in others.items() if value])
     is_large = sum(p.numel() for p in module.parameters() if not is_lazy(p)) > LARGE
     lean = recompute is not None or micro_batch is not None or is_large
-    request = read_request(module, data, target, share=lean if snapshot is None else not snapshot, compares=True, **asked)
-    batches, linearised = linearise_all(request, recompute=recompute, micro_batch=micro_batch)
-    check_effect(batches, linearised)
-    operator = HessianOperator(batches, linearised, request.curvature.kind, block_size, progress=progress or silent)
-    if request.second_order:
+    share = lean if snapshot is None else not snapshot
+    state = partial(ModuleState, share=share) if paged is None else partial(PagedState, paged)
+    memory = ParameterMemory if paged is None else partial(PagedParameters, paged)
+    recompute = recompute if paged is None else "layers"
+    with nullcontext() if paged is None else paged.plain():
+        request = read_request(module, data, target, state=state, compares=True, **asked)
+        if paged is not None:
+            request = replace(request, pairs=map(partial(map_tensors, lambda x: x.to(paged.device)), request.pairs))
+        batches, linearised = linearise_all(request, recompute=recompute, micro_batch=micro_batch, memory=memory)
+        check_effect(batches, linearised)
+        kind = HessianOperator if paged is None else PagedOperator
+        operator = kind(batches, linearised, request.curvature.kind, block_size, progress=progress or silent)
+    if request.second_order and paged is None:
         eps = max(torch.finfo(operator.torch_dtype).eps, *(b.eps for b in linearised))
         compare_second_order(batches, eps, operator.__matmul__)
     batches.clear()  # with the module's own gradient
     hand_back_memory(operator.shape[0])
     return operator
-
-
-@one_at_a_time
-def linearise_all(
-    request: Request, *, recompute: Recompute = None, micro_batch: int | None = None
-) -> tuple[list[BatchLoss], list[LinearisedBatch]]:
-    """Return the loss of every batch, and the same linearised; options as in :func:`hessian_operator`."""
-    batches: list[BatchLoss] = []
-    linearised: list[LinearisedBatch] = []
-    gauss_newton = request.curvature.kind != "hessian"
-    for batch in request.batches():
-        with torch.no_grad():
-            linearised.append(linearise(batch, gauss_newton=gauss_newton, recompute=recompute, micro_batch=micro_batch))
-        batches.append(batch.unchecked() if batches else batch)  # one gradient, not one a batch
-    return request.shared(batches), linearised
-
-
-def check_effect(batches: Sequence[BatchLoss], linearised: Sequence[LinearisedBatch]) -> None:
-    """Raise InputError if no batch's loss depends on the parameters."""
-    if all(isinstance(one, Constant) for one in linearised):
-        raise without_effect(WHO, batches[0].parameters)
 
 
 def check_fallbacks(batches: Sequence[BatchLoss], kind: str, diagonal: Tensor | None = None) -> None:
@@ -465,11 +484,3 @@ def check_fallbacks(batches: Sequence[BatchLoss], kind: str, diagonal: Tensor | 
             f"{automatic(operator.fallbacks)}. An operation has lost its digits; write it in other "
             "operations, or use a wider dtype"
         )
-
-
-def check_options(block_size: int | None, recompute: Recompute = None, micro_batch: int | None = None) -> None:
-    """Raise InputError if the options of an operator cannot be used."""
-    check_count("block_size", block_size, "vector")
-    check_count("micro_batch", micro_batch, "sample")
-    if recompute not in (None, "layers"):
-        raise InputError(f"{WHO}: recompute={recompute!r} is not known; pass 'layers' or None")

@@ -32,6 +32,7 @@ from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.torch_state import LARGE, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention
 from hessiankit.tracing.head_fusion import fuse_head
+from hessiankit.tracing.one_dtype import widened
 from hessiankit.tracing.step_fusion import fuse_steps
 from hessiankit.tracing.trace import Application, Trace, accumulate, ancestors_of_output, last_readers
 
@@ -115,7 +116,7 @@ class Linearisation(ComparedBatch):
         traced_loss: LossTrace | None = None,
         parameters: ParameterMemory | None = None,
     ) -> None:
-        traced_loss = traced_loss or loss_trace(batch, is_deferred=True)
+        traced_loss = traced_loss or loss_trace(batch, is_deferred=True, as_stored=True)
         trace, self._signature = traced_loss.trace, traced_loss.signature()
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in batch.parameters}
@@ -132,15 +133,10 @@ class Linearisation(ComparedBatch):
         self._live_values: set[int] = set()  # values whose tangents reach a nonzero second derivative
         self._steps_of: list[list[Step] | None] = []
         self._checkpoints: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter a segment, adjoints of what leaves it
-        self._constants = {at: x for at, x in enumerate(trace.values) if at in parameter_ids or at not in trace.moving}
+        constants = {at for at in range(len(trace.values)) if at in parameter_ids or at not in trace.moving}
+        self._constants = {at: trace.stored(at) for at in constants}  # made wide where a step reads them: no copy is kept
         self._parameters = parameters or ParameterMemory()
         self._parameters.begin(trace, self._ids, self._segments)
-        self._narrow_parameters = {
-            at: batch.parameters[name]
-            for name, at in self._ids.items()
-            if recompute and batch.parameters[name].dtype != trace.values[at].dtype
-        }
-        self._constants |= self._narrow_parameters  # made wide where a step reads them, so that no copy is kept
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         sizes = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
         self.bytes_per_vector = 3 * max(sizes) + 2 * batch.size * batch.dtype.itemsize
@@ -162,7 +158,7 @@ class Linearisation(ComparedBatch):
         with torch.inference_mode(False):  # tensors that autograd takes, wherever the product is asked for
             rows = rows.clone() if rows.is_inference() else rows
             result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        step = self.vectors_together if rows.device.type == "cpu" else max(1, len(rows))
+        step = self.vectors_together if self._seed.device.type == "cpu" else max(1, len(rows))
         with self._at_the_point():
             for part, into in zip(rows.split(step), result.split(step), strict=True):
                 self._multiply(part.contiguous(), into)
@@ -205,7 +201,9 @@ class Linearisation(ComparedBatch):
         Steps are kept, or the checkpoints that they are recomputed from; other values are released as soon as nothing needs them.
         """
         read = {at for a in trace.applications if a.primitive.reads_values or self._recompute for at in a.inputs}
-        values = {at: x if at in read else hollow(x) for at, x in enumerate(trace.values) if at not in self._constants}
+        moving = {at: trace.values[at] for at in range(len(trace.values)) if at not in self._constants}
+        values = {at: x if at in read else hollow(x) for at, x in moving.items()}
+        moving.clear()
         trace.values.clear()
         names = {at: name for name, at in self._ids.items()}
         adjoints: Bars = {self._output: self._seed}
@@ -284,12 +282,13 @@ class Linearisation(ComparedBatch):
             self._live_values.update(at for at in inputs if at is not None)
         accumulate(adjoints, inputs, at_point.pull_into(adjoint, None, sums_of(sums, inputs)))
         at_point.forget()
+        if not self._recompute:
+            at_point.hold(gather(a, values, self._constants))  # type: ignore[arg-type]
         return Step(at_point, inputs, a.output)
 
     def _inputs(self, a: Application, values: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
         """Return the inputs of an application in the type of the derivatives."""
-        wide = {at: self._narrow_parameters[at].to(self._seed.dtype) for at in a.inputs if at in self._narrow_parameters}
-        return gather(a, wide, values, self._constants)
+        return tuple(x if x is None else widened(x, self._seed.dtype) for x in gather(a, values, self._constants))
 
     def _steps(self, k: int) -> list[Step]:
         """Return the steps of a segment, kept or recomputed."""
@@ -435,7 +434,12 @@ class MicroBatched(ComparedBatch):
 
 
 def linearise(
-    batch: BatchLoss, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None
+    batch: BatchLoss,
+    *,
+    gauss_newton: bool,
+    recompute: Recompute = None,
+    micro_batch: int | None = None,
+    parameters: ParameterMemory | None = None,
 ) -> LinearisedBatch:
     """Linearise one batch, whole or some samples at a time; arguments as in :class:`Linearisation`.
 
@@ -445,7 +449,8 @@ def linearise(
     try:
         if micro_batch is not None and micro_batch < batch.n_samples:
             return MicroBatched(batch, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
-        return Linearisation(batch, gauss_newton=gauss_newton, recompute=recompute or ("all" if micro_batch else None))
+        recompute = recompute or ("all" if micro_batch else None)
+        return Linearisation(batch, gauss_newton=gauss_newton, recompute=recompute, parameters=parameters)
     except TraceError:
         if batch.reached():
             raise

@@ -34,10 +34,15 @@ class SharedProduct(Linearised):
     ) -> None:
         super().__init__(primitive, inputs, adjoint, needs)
         self.transposed = transposed
-        self.B = self._turned(inputs[1])
-        self.rows = inputs[0].reshape(-1, self.B.shape[0])
-        self.shape = (*inputs[0].shape[:-1], self.B.shape[1])
-        self.w = None if adjoint is None else adjoint.reshape(-1, self.B.shape[1])
+        self._B = self._turned(inputs[1])
+        self.rows = inputs[0].reshape(-1, self._B.shape[0])
+        self.shape = (*inputs[0].shape[:-1], self._B.shape[1])
+        self.w = None if adjoint is None else adjoint.reshape(-1, self._B.shape[1])
+
+    @property
+    def B(self) -> Tensor:
+        """B, in the type of the rows."""
+        return self._B.to(self.rows.dtype)
 
     @property
     def matrix(self) -> Tensor | None:
@@ -47,6 +52,10 @@ class SharedProduct(Linearised):
     def forget(self) -> None:
         """Keep the rows and the matrix alone."""
         self.inputs = tuple(map(hollow, self.inputs))
+
+    def hold(self, inputs: Inputs) -> None:
+        """Hold B as it is stored."""
+        self._B = self._turned(inputs[1])
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return a B + A b + c."""
@@ -70,8 +79,8 @@ class SharedProduct(Linearised):
         count = next((len(x) for x in (bar, a) if x is not None), 1)
         if bar is not None:
             if len(self.inputs) > 2 and self.needs[2]:
-                to_c = bar.reshape(bar.shape[0], -1, self.B.shape[1]).sum(1)
-            bar = stacked(bar, (len(self.rows), self.B.shape[1]))
+                to_c = bar.reshape(bar.shape[0], -1, self.shape[-1]).sum(1)
+            bar = stacked(bar, (len(self.rows), self.shape[-1]))
         if self.needs[0]:
             to_A = None if bar is None else add_product(None, bar, self.B.mT)
             if b is not None:

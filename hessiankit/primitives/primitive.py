@@ -285,6 +285,9 @@ class Linearised:
         if not self.primitive.reads_values:
             self.inputs = tuple(map(hollow, self.inputs))
 
+    def hold(self, inputs: Inputs) -> None:
+        """Hold inputs, as large ones as a matrix, in the types that they are stored in, and widen them in each action."""
+
     @property
     def is_nonlinear(self) -> bool:
         """Whether the second derivative can be nonzero: there is an adjoint, and the primitive is not affine."""

@@ -95,6 +95,11 @@ class ModulePoint:
         """Device of the parameters and of results."""
         return next(iter(self.parameters.values())).device
 
+    @property
+    def device_of_calls(self) -> torch.device:
+        """Device that the module computes on, and of data."""
+        return next(iter(self.leaves.values())).device
+
     @contextmanager
     def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Restore the module at some values of its parameters, with gradients on; afterwards restore random states."""
@@ -181,7 +186,7 @@ class BatchLoss(ModulePoint):
         if not value.requires_grad:
             return dict.fromkeys(leaves)
         reachable = [p for p in leaves.values() if p.requires_grad]  # a forward may have turned one off
-        of_leaf = dict(zip(map(id, reachable), torch.autograd.grad(value, reachable, allow_unused=True), strict=True))
+        of_leaf = dict(zip(map(id, reachable), self.state.slopes(value, reachable), strict=True))
         slopes = {name: of_leaf.get(id(p)) for name, p in leaves.items()}
         dense = {n: x.to_dense() for n, x in slopes.items() if x is not None and x.layout != torch.strided}
         return {n: None if x is None else dense.get(n, x).detach() for n, x in slopes.items()}

@@ -81,7 +81,7 @@ def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> Non
     dtypes = {p.dtype for p in point.parameters.values()}
     dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
     for name, x in named_tensors(inputs):
-        check_tensor(name, x, dtype, point.device, mask=True)
+        check_tensor(name, x, dtype, point.device_of_calls, mask=True)
     if loss.reads == "loss":
         if target is not None:
             raise InputError(
@@ -99,7 +99,7 @@ def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> Non
         remedy = "pass torch.from_numpy(target)" if isinstance(target, np.ndarray) else "pass it, or a loss of your own"
         raise InputError(f"request: target is a {kind}; loss={loss.name!r} compares with one tensor: {remedy}")
     for name, x in named_tensors(target, "target"):
-        check_place(name, x, point.device)
+        check_place(name, x, point.device_of_calls)
 
 
 def _called(batch: BatchLoss, inputs: Any, *, handshake: bool) -> tuple[BatchLoss, float]:
@@ -112,7 +112,7 @@ def _called(batch: BatchLoss, inputs: Any, *, handshake: bool) -> tuple[BatchLos
     part = batch.loss.read(result)
     if isinstance(part, Tensor) and not are_finite([part])[0]:
         raise _not_finite(batch, inputs)
-    check_fit(batch.loss, part, batch.target, batch.device)
+    check_fit(batch.loss, part, batch.target, batch.device_of_calls)
     value = _value(batch, part)
     functions = [] if value.grad_fn is None else [value.grad_fn, *(function for function, _ in edges_behind(value.grad_fn))]
     if any(function.name() == "CheckpointFunctionBackward" for function in functions):

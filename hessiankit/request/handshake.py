@@ -86,6 +86,7 @@ class Handshake:
         reference = self._batch.reference
         if reference is None:
             return False
+        slope = slope.to(self._batch.device)
         self._take(name, slope)
         self._part_counts[name] -= 1
         if slope.device.type == "cpu" and not self._part_counts[name] and not self._differences(reference, (name,)):

@@ -26,10 +26,11 @@ class LossTrace:
 
     trace: Trace
     output: int | None
+    as_stored: bool = False
 
     def __post_init__(self) -> None:
         """Bring the values to one type, and take out derivatives that are not finite where they do not matter."""
-        in_one_dtype(self.trace)
+        in_one_dtype(self.trace, as_stored=self.as_stored)
         without_dead_entries(self.trace)
 
     def signature(self) -> int:
@@ -63,24 +64,25 @@ class LossTrace:
         return descendants
 
 
-def loss_trace(batch: BatchLoss, *, is_deferred: bool = False) -> LossTrace:
+def loss_trace(batch: BatchLoss, *, is_deferred: bool = False, as_stored: bool = False) -> LossTrace:
     """Trace a module and its loss into one scalar: the module's own call followed by the loss's.
 
     Args:
         batch: The loss of one batch.
         is_deferred: Whether the trace is read later, when the caller may have overwritten tensors other than the module's and
             the data.
+        as_stored: Whether parameters and constants in narrow types are widened only where they are read.
     """
     addresses = batch.stable_addresses if is_deferred else None
     with batch.at():
         if batch.loss.name:
-            return _named(batch, addresses)
+            return _named(batch, addresses, as_stored)
         outputs: list[Tensor] = []
         trace = trace_call(lambda: call_and_loss(batch, outputs), batch.leaves, addresses)
     if not outputs:
-        return LossTrace(trace, None)
+        return LossTrace(trace, None, as_stored)
     at = trace.marked[0]
-    return LossTrace(trace, trace.add_value(outputs[0].detach()) if at is None else at)
+    return LossTrace(trace, trace.add_value(outputs[0].detach()) if at is None else at, as_stored)
 
 
 @torch.no_grad()
@@ -96,7 +98,7 @@ def _has_curvature(trace: Trace, a: Application) -> bool:
     return any(is_moving and x is not None and bool(x.any()) for x, is_moving in zip(covectors, moves, strict=True))
 
 
-def _named(batch: BatchLoss, addresses: set[int] | None) -> LossTrace:
+def _named(batch: BatchLoss, addresses: set[int] | None, as_stored: bool) -> LossTrace:
     trace = trace_call(lambda: (batch.read(),), batch.leaves, addresses)
     output, z = trace.output, trace.values[trace.output]
     trace.marked = (output,)
@@ -104,7 +106,7 @@ def _named(batch: BatchLoss, addresses: set[int] | None) -> LossTrace:
     with torch.no_grad():
         value = primitive.value(z, batch.target)
     trace.output = trace.apply(primitive, (output, trace.add_value(batch.target)), value, batch.loss.name)
-    return LossTrace(trace, output)
+    return LossTrace(trace, output, as_stored)
 
 
 def call_and_loss(batch: BatchLoss, outputs: list[Tensor]) -> tuple[Tensor, ...]:

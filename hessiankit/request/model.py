@@ -13,14 +13,14 @@ from hessiankit.request.selection import Params, select
 from hessiankit.request.state import ModuleState
 
 
-def read_point(module: nn.Module, params: Params, loss: Callable[..., Any], *, share: bool) -> ModulePoint:
+def read_point(module: nn.Module, params: Params, loss: Callable[..., Any], state: Callable[..., ModuleState]) -> ModulePoint:
     """Check a module, and return it with the selected parameters.
 
     Args:
         module: The user's module.
         params: Argument of :func:`hessiankit.hessian`.
         loss: Loss function, whose state a call may change.
-        share: Hold the module's parameters themselves, in place of copies.
+        state: Function that records the state of the module and of the loss.
 
     Raises:
         InputError: The module is sharded, scripted, quantised, random, without values, or not finite; or ``params`` is not of it.
@@ -28,5 +28,5 @@ def read_point(module: nn.Module, params: Params, loss: Callable[..., Any], *, s
     check_layers(module)
     names = select("request", module, params)
     check_tensors(module, names)
-    state = ModuleState(module, loss, share=share)
-    return ModulePoint(module, {name: state.values[name] for name in names}, state)
+    recorded = state(module, loss)
+    return ModulePoint(module, {name: recorded.values[name] for name in names}, recorded)

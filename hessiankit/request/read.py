@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from hessiankit.request.fisher import Curvature
 from hessiankit.request.loss import Loss, LossArgument, read_loss, trained_parameters
 from hessiankit.request.model import read_point
 from hessiankit.request.second_order import SECOND_ORDER, Handshaking, is_second_order
-from hessiankit.request.selection import Params, check_surroundings, repeatable
+from hessiankit.request.selection import Params, check_context, repeatable
+from hessiankit.request.state import ModuleState
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.graph import edges_behind
@@ -96,7 +97,7 @@ def read_request(
     kind: str = "hessian",
     seed: int = 0,
     draws: int = 1,
-    share: bool = False,
+    state: Callable[..., ModuleState] = ModuleState,
     compares: bool = False,
 ) -> Request:
     """Read and check what every computation asks for; later code sees no argument in the user's form.
@@ -106,7 +107,7 @@ def read_request(
     Args:
         module: Argument of :func:`hessiankit.hessian`, like ``inputs`` and ``target``; :class:`RequestArguments` explains
             the others.
-        share: Hold the module's parameters themselves, in place of copies.
+        state: Function that records the state of the module and of the loss.
         compares: Whether the caller can compare second derivatives with differences of the module's own gradient.
 
     Raises:
@@ -123,11 +124,11 @@ def read_request(
     if handshake == SECOND_ORDER and not (compares and kind == "hessian"):
         where = f"with kind={kind!r}" if compares else "in other calls than hessian and hessian_operator"
         raise InputError(f"request: handshake={handshake!r} compares products with the Hessian; {where} pass handshake=True")
-    check_surroundings("request", module)
+    check_context("request", module)
     is_many, pairs, loss = read_data(inputs, target, loss, module)
     criterion = read_loss(loss)
     counts = Counts(criterion, weights, reduction, is_many=is_many)
-    point = read_point(module, repeatable(params), criterion.function, share=share)
+    point = read_point(module, repeatable(params), criterion.function, state)
     return Request(point, criterion, curvature, pairs, counts, bool(handshake), second_order and kind == "hessian")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy as copied
 from functools import cache, partial
@@ -111,6 +111,10 @@ class ModuleState:
         state.values, state.is_present = {**self.values, **values}, False
         state._tensors = {name: (x, values.get(name, copy)) for name, (x, copy) in self._tensors.items()}
         return state
+
+    def slopes(self, value: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the derivatives of a value that the module's own call returned; None where autograd reaches none."""
+        return torch.autograd.grad(value, leaves, allow_unused=True)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of every tensor of the module, the tensor, and the copy of its values."""

@@ -63,7 +63,8 @@ def replace(trace: Trace, path: Sequence[Application], substitutes: Mapping[int,
         trace.applications[:] = ancestors_of_output(trace)
         alive = {trace.output, *trace.parameters.values()}
         alive.update(at for a in trace.applications for at in (a.output, *a.inputs) if at is not None)
-        trace.values[:] = [x if at in alive else hollow(x) for at, x in enumerate(trace.values)]
+        for at in set(range(len(trace.values))) - alive:
+            trace.values[at] = hollow(trace.values[at])
 
 
 def _between_products(

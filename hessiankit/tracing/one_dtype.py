@@ -25,6 +25,15 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.itemsize > 1), torch.float32)  # eight bits: none
 
 
+def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a floating-point type, where it has a narrower one.
+
+    >>> [widened(torch.ones(1, dtype=kind), torch.float32).dtype for kind in (torch.bfloat16, torch.float64, torch.int8)]
+    [torch.float32, torch.float64, torch.int8]
+    """
+    return x.to(dtype) if x.is_floating_point() and x.itemsize < dtype.itemsize else x
+
+
 def converted(tree: Any, dtype: torch.dtype) -> Any:
     """Return nested arguments of an operation, their floating-point tensors and types replaced by those of ``dtype``.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ from hessiankit.tracing.derivative_tests import structure
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, Recording, Unseen, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, readers, without_writing, written
-from hessiankit.tracing.one_dtype import converted, widest
+from hessiankit.tracing.one_dtype import converted, widened, widest
 from hessiankit.tracing.recording import may_draw, record
 from hessiankit.tracing.rules import RULES
 from hessiankit.tracing.segment import segment
@@ -99,6 +99,10 @@ class Trace(Printed):
         if moves:
             applications.append(Application(primitive, inputs, output, name))
         return output
+
+    def stored(self, at: int) -> Tensor:
+        """Return a value in the type that it is stored in."""
+        return list.__getitem__(self.values, at)
 
     def gather(self, application: Application) -> tuple[Tensor | None, ...]:
         """Return the values of an application's inputs."""
@@ -449,15 +453,37 @@ def last_readers(readers: Sequence[Any]) -> dict[int, int]:
     return {at: a.output for a in readers for at in a.inputs if at is not None}
 
 
-def in_one_dtype(trace: Trace) -> None:
-    """Convert the floating-point values of a trace, in place, to the widest type among those that the parameters reach."""
+class StoredValues(list[Tensor]):
+    """Values by id; those that are stored in a type narrower than ``dtype`` are read in that one."""
+
+    def __init__(self, values: Iterable[Tensor], dtype: torch.dtype) -> None:
+        super().__init__(values)
+        self.dtype = dtype
+
+    def __getitem__(self, at: Any) -> Any:
+        return widened(super().__getitem__(at), self.dtype)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[at] for at in range(len(self)))
+
+
+def in_one_dtype(trace: Trace, *, as_stored: bool = False) -> None:
+    """Convert the floating-point values of a trace, in place, to the widest type among those that the parameters reach.
+
+    Args:
+        trace: The trace.
+        as_stored: Whether parameters and constants are converted where they are read alone (:meth:`Trace.stored`).
+    """
     dtypes = {trace.values[at].dtype for at in trace.moving}
     trace.eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)  # constants are what they are
     dtype = widest(dtypes)
     if all(x.dtype == dtype or not x.is_floating_point() for x in trace.values):
         return
     trace.narrow = {at: x.dtype for at, x in enumerate(trace.values) if at in trace.moving and x.dtype != dtype}
-    trace.values[:] = [x.to(dtype) if x.is_floating_point() else x for x in trace.values]
+    kept = {*trace.parameters.values(), *(set(range(len(trace.values))) - trace.moving)} if as_stored else set[int]()
+    is_kept = [at in kept and x.itemsize < dtype.itemsize for at, x in enumerate(trace.values)]
+    values = [x if keep or not x.is_floating_point() else x.to(dtype) for keep, x in zip(is_kept, trace.values, strict=True)]
+    trace.values = StoredValues(values, dtype) if any(is_kept) else values
     for i, a in enumerate(trace.applications):
         if isinstance(a.primitive, Cast):
             trace.applications[i] = replace(a, primitive=replace(a.primitive, dtype=dtype))

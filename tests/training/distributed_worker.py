@@ -165,7 +165,24 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
     for call, name, here, there in calls:
         said = caught(partial(call, operator, **{name: there if last else here}))
         found["other options"].append([f"{name} is {here!r} on rank 0 and {there!r} on rank {size - 1}", said])
+    found["one rank"] = mistakes_of_one_rank(operator, operator.gradient, rank, size)
     return found
+
+
+def mistakes_of_one_rank(operator: hk.HessianOperator, b: Tensor, rank: int, size: int) -> dict[str, str]:
+    """Fail on the last rank alone, before a call of all ranks begins to exchange anything, and in the middle of it."""
+    last, calls = rank == size - 1, iter(range(4))
+
+    def preconditioner(v: Tensor) -> Tensor:
+        if last and next(calls) == 2:
+            raise ValueError("no memory here")
+        return v
+
+    return {
+        "the right-hand side": caught(lambda: operator.solve(b[: len(b) - last], damping=50.0)),
+        "a function of the user's": caught(lambda: operator.solve(b, damping=50.0, preconditioner=preconditioner)),
+        "an option": caught(lambda: hk.spectrum(operator, k=2, preconditioner=[3] if last else None)),
+    }
 
 
 def sharded_cases(rank: int, size: int) -> dict[str, Any]:
@@ -199,6 +216,8 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
             of_case |= {"eigenvalues": top.eigenvalues.tolist(), "solution": whole(solution.x)}
             of_case |= {"trace": top.trace.value, "rank": top.effective_rank.value}
             of_case["estimates"] = [sharded_models.numbers(one) for one in (sketch, means)]
+    found["one rank"] = mistakes_of_one_rank(operator, operator.gradient, rank, size)
+    found["one rank"]["a vector"] = caught(lambda: operator @ operator.gradient[rank // (size - 1) :])
     refused = (lambda: 2 * operator, operator.to_matrix, lambda: operator.approximation("kfac"))
     found["refused"] = [caught(call) for call in refused]  # type: ignore[arg-type]
     found["refused"] += [

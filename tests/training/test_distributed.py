@@ -176,6 +176,20 @@ def test_no_rank_holds_more_than_its_pieces_and_a_few_layers(by_rank: dict[str, 
         assert memory["product"] <= 4.0
 
 
+FAILURES = {
+    "the right-hand side": "InputError: solve: on rank 3 of 4: b has shape (",
+    "a function of the user's": "RankError: solve: on rank 3 of 4: ValueError: no memory here",
+    "an option": "InputError: spectrum: on rank 3 of 4: ",
+    "a vector": "InputError: hessian_operator: on rank 3 of 4: ",
+}
+
+
+@pytest.mark.parametrize("of", ["operator", "sharded"])
+def test_a_failure_of_one_rank_ends_the_call_on_all(found: dict[str, Any], of: str) -> None:
+    for mistake, line in found[of]["one rank"].items():
+        assert line.startswith(FAILURES[mistake])
+
+
 def test_what_needs_whole_vectors_is_refused(found: dict[str, Any]) -> None:
     lines = found["sharded"]["refused"]
     assert all(line.startswith("InputError: hessian_operator: ") for line in lines[:3])

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hessiankit.curvature.operator import HessianOperator, check_options, linearise_all
+from hessiankit.curvature.linearised_batches import check_options, linearise_all
+from hessiankit.curvature.operator import HessianOperator, PagedOperator
 from hessiankit.engine.linearisation import Constant, Linearisation, LinearisedBatch
+from hessiankit.engine.paged_parameters import PagedState
 from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss, ModulePoint
 from hessiankit.request.cancellation import ROUNDING
@@ -41,7 +43,7 @@ from hessiankit.training.distributed.ranks import (
     described,
 )
 from hessiankit.training.distributed.sharded import is_sharded, own_gradient, unwrapped
-from hessiankit.training.distributed.shards import Pieces, ShardedModel, ShardedParameters, ShardedState
+from hessiankit.training.distributed.shards import Pieces, ShardedModel, ShardedParameters
 
 WHO = "hessian_operator"
 
@@ -70,12 +72,14 @@ class DistributedOperator(HessianOperator):
 
     @contextmanager
     def same_call(self, caller: str, **options: Any) -> Iterator[None]:
-        self.ranks.named(caller).agree(**options)
-        with held_as(Copies(self.ranks)):
+        ranks = self.ranks.named(caller)
+        ranks.agree(**options)
+        with held_as(Copies(ranks)), ranks.in_step():
             yield
 
     def _product(self, vectors: Tensor) -> Tensor:
-        if isinstance(holding(), Copies):
+        if isinstance(held := holding(), Copies):
+            held.ranks.proceed()
             return super()._product(self.ranks.broadcast(vectors.cpu()).to(vectors.device))
         remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
         self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
@@ -86,10 +90,11 @@ class Copies(Vectors):
     """Vectors of which each rank has a copy; processors may round differently, and all ranks take the sums of rank 0."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
 
     def sum(self, terms: Tensor) -> Tensor:
-        return self._ranks.sum(terms.clone() if self._ranks.rank == 0 else torch.zeros_like(terms))
+        self.ranks.proceed()
+        return self.ranks.sum(terms.clone() if self.ranks.rank == 0 else torch.zeros_like(terms))
 
 
 def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
@@ -203,7 +208,7 @@ def hessian_operator(
     return ranks.together(lambda: DistributedOperator(ranks, batches_of_rank, linearisations, kind, block_size))
 
 
-class ShardedOperator(HessianOperator):
+class ShardedOperator(PagedOperator):
     """A :class:`hessiankit.HessianOperator` of a model that ``fully_shard`` has spread; made by :func:`hessian_operator`.
 
     Vectors are this rank's pieces of the parameters, one after the other, (entries here,), or dicts or lists of the pieces, or of
@@ -225,7 +230,7 @@ class ShardedOperator(HessianOperator):
         block_size: int | None,
     ) -> None:
         self.ranks, self._model = ranks, model
-        self._pieces = Pieces(model, list(batches[0].parameters))
+        self._pieces = Pieces(model, list(batches[0].parameters), ranks)
         largest = max(ranks.gather(max(batch.bytes_per_vector for batch in linearised)))
         super().__init__(batches, linearised, kind, block_size or max(1, WORKSPACE // largest), total=_of_pieces)
         self.loss = math.fsum(ranks.gather(float(self.loss)))
@@ -239,13 +244,20 @@ class ShardedOperator(HessianOperator):
 
     @contextmanager
     def same_call(self, caller: str, **options: Any) -> Iterator[None]:
-        self.ranks.named(caller).agree(**options)
-        with held_as(self._pieces):
+        ranks = self.ranks.named(caller)
+        ranks.agree(**options)
+        with held_as(Pieces(self._model, self.names, ranks)), ranks.in_step():
             yield
 
+    def _product(self, vectors: Tensor) -> Tensor:
+        held = holding()
+        held = held if isinstance(held, Pieces) else self._pieces
+        with held_as(held), held.ranks.in_step():
+            return super()._product(vectors)
+
     def _rows(self, rows: Tensor) -> Tensor:
-        with held_as(self._pieces):
-            return super()._rows(rows)
+        holding().ranks.proceed()  # type: ignore[attr-defined]
+        return super()._rows(rows)
 
     @property
     def symmetry_error(self) -> float:
@@ -273,13 +285,6 @@ class ShardedOperator(HessianOperator):
     def _check_finite(self, rows: Tensor, products: Tensor) -> None:
         self.ranks.together(lambda: super(ShardedOperator, self)._check_finite(rows, products))
 
-    def _origin(self) -> None:
-        """Return None: to find the operation takes the whole model."""
-
-    def _rounding_of(self, v: Tensor) -> float:
-        """Return 0: the values that show how much cancels are not held, so an asymmetry beyond rounding is an error."""
-        return 0.0
-
     def _flat(self, tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
         named = tensors if isinstance(tensors, Mapping) else dict(zip(self.names, tensors, strict=False))
         for name, x in named.items():
@@ -297,12 +302,6 @@ class ShardedOperator(HessianOperator):
         if any(isinstance(x, DTensor) for x in values):
             named = {name: self._model.like(name, x) for name, x in named.items()}
         return named if isinstance(tensors, Mapping) else list(named.values())
-
-    def approximation(self, name: str) -> NoReturn:
-        """Refuse: an approximation needs whole layers."""
-        raise InputError(
-            f"{WHO}: {name!r} is not built of a sharded model; pass a function of this rank's pieces as preconditioner"
-        )
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise InputError(f"{WHO}: blocks of the matrix of a sharded model are not cut; pass params=[...] to hessian_operator")
@@ -352,7 +351,7 @@ def sharded_operator(
             check_tensors(module, names)
             criterion = read_loss(loss)
             pieces = {name: piece for name, piece in model.pieces.items() if name in names}
-            return ModulePoint(module, pieces, ShardedState(model, criterion.function)), criterion
+            return ModulePoint(module, pieces, PagedState(model, criterion.function)), criterion
 
         at, criterion = ranks.together(point)
         check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
@@ -375,12 +374,7 @@ def sharded_operator(
             ) -> tuple[BatchLoss, LinearisedBatch]:
                 batch = curvature.of(first_call(at, criterion, inputs, labels, handshake=False))
                 batch = replace(batch, count=count, share=count / total)
-                trace = loss_trace(batch, is_deferred=True)
-                if trace.trace.fallbacks:
-                    raise InputError(
-                        f"{WHO}: {trace.trace.fallbacks[0]} has no closed form yet, which a sharded model cannot be "
-                        "differentiated without; write it in other operations, or pass a whole copy of the model"
-                    )
+                trace = loss_trace(batch, is_deferred=True, as_stored=True)
                 with torch.no_grad():
                     options: dict[str, Any] = {"gauss_newton": kind != "hessian", "recompute": "layers"}
                     return batch, Linearisation(batch, traced_loss=trace, parameters=memory, **options)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 R = TypeVar("R")
+E = TypeVar("E", bound=Exception)
 _CONNECTION = ("/gloo/", "NCCL", "ncclComm", "Connection closed", "Connection reset", "Timed out waiting")
 
 
@@ -120,8 +121,31 @@ class Ranks:
             kind, text = reports[failures[0]]
             everywhere = len(failures) == self.size and len(set(reports)) == 1
             prefix = "" if everywhere or self.size == 1 else f"on rank {failures[0]} of {self.size}: "
-            raise kind(f"{self.who}: {prefix}{text}") from fault
+            raise _of_all(kind(f"{self.who}: {prefix}{text}")) from fault
         return result  # type: ignore[return-value]
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Let an error of one rank within the context be raised on all ranks, where they :meth:`proceed` next."""
+        try:
+            yield
+        except Exception as fault:
+            if not (isinstance(fault, RankError) or hasattr(fault, "of_all_ranks")):
+                self.proceed(fault)
+            raise
+        self.proceed()
+
+    def proceed(self, fault: Exception | None = None) -> None:
+        """Tell the other ranks whether this one goes on; raise the same line on all of them if one does not."""
+
+        def failed() -> None:
+            if fault is not None:
+                raise fault
+
+        if self.size == 1:
+            return
+        if int(self.sum(torch.tensor(int(fault is not None), device="cpu"))):
+            self.together(failed)
 
     def agree(self, remedy: str = "make the same call everywhere, only with the rank's own data", /, **options: Any) -> None:
         """Raise an error on every rank unless all of them passed the same options, which are compared as they print."""
@@ -129,9 +153,11 @@ class Ranks:
         for name in dict.fromkeys(name for entry in entries for name in entry):
             for rank, entry in enumerate(entries):
                 if entry.get(name) != entries[0].get(name):
-                    raise InputError(
-                        f"{self.who}: {name} is {entries[0].get(name)} on rank 0 and {entry.get(name)} on rank {rank}; expected "
-                        f"the same on every rank: {remedy}"
+                    raise _of_all(
+                        InputError(
+                            f"{self.who}: {name} is {entries[0].get(name)} on rank 0 and {entry.get(name)} on rank {rank}; "
+                            f"expected the same on every rank: {remedy}"
+                        )
                     )
 
     @contextmanager
@@ -149,6 +175,12 @@ class Ranks:
                 f"{self.who}: rank {self.rank} of {self.size} lost the others after {duration}: one was killed, is stuck, or "
                 f"raised an error of its own; read the logs of all ranks, and start all again (torch: {message})"
             ) from error
+
+
+def _of_all(error: E) -> E:
+    """Mark an error as one that all ranks raise."""
+    error.of_all_ranks = True  # type: ignore[attr-defined]
+    return error
 
 
 def _communication(error: BaseException | None) -> str | None:
