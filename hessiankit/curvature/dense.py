@@ -156,9 +156,9 @@ class Hessian(Printed):
         return np.array(self.matrix.cpu().numpy(), dtype=dtype, copy=copy)  # type: ignore[arg-type]
 
     def __matmul__(self, other: Any) -> Any:
-        from hessiankit.curvature.solving import HessianMatrix  # only here: SciPy
+        from hessiankit.curvature.tensor_operator import MatrixOperator  # only here: SciPy
 
-        return HessianMatrix(self) @ other
+        return MatrixOperator(self.matrix) @ other
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return ``H[names_i, names_j]`` as :meth:`block` does, ``H[names]`` for both; else index :attr:`matrix` as a tensor."""

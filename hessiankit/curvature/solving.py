@@ -13,7 +13,7 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
-from hessiankit.curvature.dense import Hessian, top_eigenvalues
+from hessiankit.curvature.dense import top_eigenvalues
 from hessiankit.curvature.estimators import scalar_estimates
 from hessiankit.curvature.krylov import SOLVERS, Iterate, System, norm
 from hessiankit.curvature.structures import diagonal_operator
@@ -139,20 +139,6 @@ class SymmetricOperator(TensorOperator):
     def inverse(self, damping: float = 0.0, **options: Any) -> InverseOperator:
         """Return (H + damping I)^-1 as an operator whose products are solutions; options as in :meth:`solve`."""
         return InverseOperator(self, damping, options)
-
-
-class HessianMatrix(SymmetricOperator):
-    """The matrix of a computed Hessian as an operator, which checks the vectors that it multiplies."""
-
-    kind = "hessian"
-
-    def __init__(self, H: Hessian) -> None:
-        self.matrix, self.loss, self.slices, self.shapes = H.matrix, H.loss, H.slices, H.shapes
-        super().__init__((len(H.matrix), len(H.matrix)), H.matrix.dtype, H.matrix.device)
-        self.block_size = len(H.matrix)
-
-    def _rows(self, rows: Tensor) -> Tensor:
-        return rows @ self.matrix
 
 
 class OperatorSum(SymmetricOperator):

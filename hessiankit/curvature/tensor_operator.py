@@ -162,3 +162,14 @@ def by_all_processes(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **options)
 
     return called
+
+
+class MatrixOperator(TensorOperator):
+    """The matrix of a :class:`hessiankit.Hessian` as an operator, which checks the vectors that it multiplies."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__((len(matrix), len(matrix)), matrix.dtype, matrix.device)
+        self.matrix = matrix
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return rows @ self.matrix

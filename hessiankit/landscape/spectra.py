@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.curvature.solving import HessianMatrix, SymmetricOperator
+from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import Partition, SubOperator, groups_of
 from hessiankit.curvature.tensor_operator import TensorOperator, by_all_processes
 from hessiankit.landscape.density import DIRECTIONS, STEPS, SpectralMeasure
@@ -74,6 +74,20 @@ class SciPyOperator(SymmetricOperator):
 
     def _rows(self, rows: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self.operator.matmat(rows.T.numpy()), dtype=np.float64)).T
+
+
+class HessianMatrix(SymmetricOperator):
+    """Products of a computed Hessian with torch vectors."""
+
+    kind = "hessian"
+
+    def __init__(self, H: Hessian) -> None:
+        self.matrix, self.loss, self.slices, self.shapes = H.matrix, H.loss, H.slices, H.shapes
+        super().__init__((len(H.matrix), len(H.matrix)), H.matrix.dtype, H.matrix.device)
+        self.block_size = len(H.matrix)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return rows @ self.matrix
 
 
 @checked(WHO, leave=("module", "preconditioner"))
