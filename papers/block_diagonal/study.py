@@ -110,15 +110,16 @@ def parameters(case: Case) -> int:
 def forecast(task: Task) -> float:
     """Return the seconds of a task on one core, by the time per entry of the matrix that cases of its kind took.
 
-    A streamed matrix takes 0.1 us per entry, by products with unit vectors. Up to :data:`~.measures.BOTH` parameters there are
-    two at each of four stages, above one at two stages. The measures of a matrix that is formed take 2.5 us per entry in all.
+    A streamed matrix takes 0.1 us per entry, by products with unit vectors, and half of it in float32. Up to
+    :data:`~.measures.LARGE` parameters there are two at each of four stages, above one at two stages in float32. The measures of
+    a matrix that is formed take 2.5 us per entry in all.
     """
-    from papers.block_diagonal.measures import BOTH, DENSE
+    from papers.block_diagonal.measures import DENSE, LARGE
 
     if task.what == "optimiser":
         return 2.0 * task.case.steps  # a step factorises the whole matrix of 832 parameters with four dampings
     size = parameters(task.case)
-    matrices = 25 if size <= DENSE else 8 if size <= BOTH else 2
+    matrices = 25 if size <= DENSE else 8 if size <= LARGE else 1
     return 1e-7 * matrices * size**2
 
 
@@ -143,7 +144,7 @@ def forecast_table(tasks: Sequence[Task], missing: Sequence[Task]) -> Table:
 
 def run(task: Task) -> Result:
     """Do one task on one thread."""
-    from papers.block_diagonal.measures import BOTH, measured
+    from papers.block_diagonal.measures import LARGE, measured
     from papers.block_diagonal.models import probe, trained
     from papers.block_diagonal.optimiser import losses
 
@@ -154,7 +155,7 @@ def run(task: Task) -> Result:
         x, y = probe(task.case)
         found = {}
         for stage, model, adamw in trained(task.case):
-            if stage in (STAGES[0], STAGES[-1]) or parameters(task.case) <= BOTH:
+            if stage in (STAGES[0], STAGES[-1]) or parameters(task.case) <= LARGE:
                 found[stage] = measured(model, adamw, x, y, seed=task.case.seed)
     return Result(task, found, time.perf_counter() - start)
 
