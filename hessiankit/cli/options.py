@@ -58,6 +58,7 @@ def listing(registry: str) -> Any:
 Flag: TypeAlias = Annotated[bool, Parameter(show_default=False)]
 Positive: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1))]
 PositiveNumber: TypeAlias = Annotated[float, Parameter(validator=Number(gt=0, lt=math.inf))]
+NonNegative: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0))]
 Probability: TypeAlias = Annotated[float, Parameter(validator=Number(gt=0, lt=1))]
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=SEEDS), help="Random seed.")]
 Device: TypeAlias = Annotated[str, Parameter(help="Where to compute, e.g. cuda.")]

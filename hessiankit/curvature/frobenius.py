@@ -59,6 +59,7 @@ class FrobeniusNorms(Printed):
         whole: Norm of the whole matrix, entries in no group included.
         shapes: Shape of each parameter.
         seconds: Time taken.
+        scaled: Norms of the blocks of S H S, where ``scale`` was passed.
     """
 
     matrix: Tensor
@@ -70,6 +71,7 @@ class FrobeniusNorms(Printed):
     fallbacks: tuple[str, ...]
     seconds: float
     handshake: bool = True
+    scaled: FrobeniusNorms | None = None
 
     @property
     def blocks(self) -> dict[tuple[str, str], float]:
@@ -119,6 +121,7 @@ class FrobeniusNorms(Printed):
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "groups": self.groups,
             "blocks": [{"row": i, "column": j, "frobenius_norm": x} for (i, j), x in self.blocks.items()],
+            "scaled": None if self.scaled is None else self.scaled.to_dict(),
         }
 
     @property
@@ -152,6 +155,8 @@ class FrobeniusNorms(Printed):
         yield self._headline()
         most = f"; the {LISTED} with the largest rows" if len(self.groups) > LISTED else ""
         yield f"diagonal blocks: {100 * self.diagonal_share:.3g} % of the squares, {len(self.groups):,} groups{most}"
+        if self.scaled is not None:
+            yield f"in the metric of scale: {100 * self.scaled.diagonal_share:.3g} % of the squares"
         names = list(self.groups)
         yield table(_HEADERS, self._rows(), left=2, names=[names[i] for i in self._listed], drop=("shape", "all its rows"))
 
@@ -171,6 +176,7 @@ def frobenius_norms(
     batch_size: int | None = None,
     panel_bytes: int | None = None,
     resume: str | os.PathLike[str] | None = None,
+    scale: Tensor | None = None,
     progress: Callable[[int, int], None] | None = None,
     **asked: Unpack[CurvatureArguments],
 ) -> FrobeniusNorms:
@@ -197,6 +203,8 @@ def frobenius_norms(
         batch_size: Samples treated at once; chosen by available work space by default.
         panel_bytes: Bytes of a panel of rows; None: the matrix at once, or 256 MiB and more, as above.
         resume: File ``.npz`` for the sums of the panels; the same call continues from it after an interruption.
+        scale: Diagonal of a matrix S, (P,), positive. The norms of S H S come from the same pass, as ``scaled`` of the result:
+            H in the metric of an optimizer that divides the gradient by p, for scale = p^(-1/2).
         progress: Called with (samples done, in all), each sample counted once for each panel.
 
     Raises:
@@ -226,30 +234,51 @@ def frobenius_norms(
     evaluation, first = Evaluation(batches, batch_size, progress), batches[0]
     groups = groups_of(WHO, "parameter" if by is None else by, first, module)
     with torch.no_grad():
-        sums = None if path is not None or panel_bytes is not None else _at_once(groups, evaluation, kind)
-        sums = sums or _by_panels(groups, evaluation, kind, panel_bytes, path)
-    norms, total = sums.norms()
+        sums = SquareSums(groups, batches, None if scale is None else _checked_scale(scale, first))
+        if path is not None or panel_bytes is not None or not _at_once(sums, evaluation, kind):
+            _by_panels(sums, evaluation, kind, panel_bytes, path)
+    (norms, total), *scaled = sums.norms()
     if total == 0 and not any(batch.reached() for batch in batches):
         raise without_effect(WHO, first.shapes)
     counts = {name: len(at) for name, at in groups.items()}
     seconds = time.perf_counter() - start
-    return FrobeniusNorms(norms, counts, total, first.shapes, kind, sums.loss, sums.fallbacks, seconds, request.handshake)
+    plain = FrobeniusNorms(norms, counts, total, first.shapes, kind, sums.loss, sums.fallbacks, seconds, request.handshake)
+    return replace(plain, scaled=replace(plain, matrix=scaled[0][0], whole=scaled[0][1])) if scaled else plain
+
+
+def _checked_scale(scale: Tensor, first: BatchLoss) -> Tensor:
+    """Return the squares of a diagonal.
+
+    Raises:
+        InputError: It does not have an entry for each parameter, or one that is not positive and finite.
+    """
+    if not isinstance(scale, Tensor) or tuple(scale.shape) != (first.size,):
+        shape = tuple(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
+        raise InputError(f"{WHO}: scale has shape {shape}; expected the diagonal of S, ({first.size},)")
+    squares = scale.detach().to(first.device, wide(first.device)).square()
+    if not bool((scale > 0).all()) or not bool(torch.isfinite(squares).all()):
+        raise InputError(
+            f"{WHO}: scale has an entry that is not a positive number; for a metric p pass p ** -0.5 of a positive p"
+        )
+    return squares
 
 
 class SquareSums:
-    """Sums of the squares of a symmetric matrix's entries by pairs of groups, from its rows.
+    """Sums of the squares of the entries of a symmetric matrix A, and of S A S, by pairs of groups, from the rows of A.
 
     Attributes:
         labels: Number of each entry's group, (P,); entries in no group count as one more group.
-        within: Sums over the blocks of a parameter with itself, (groups + 1, groups + 1).
+        weights: Squares of the diagonal of S, (P,); None without S.
+        within: Sums over the blocks of a parameter with itself, (1 or 2, groups + 1, groups + 1).
         above: Sums over the blocks of a parameter with later ones, which occur in the matrix twice.
     """
 
-    def __init__(self, groups: Mapping[str, Tensor], batches: Sequence[BatchLoss]) -> None:
+    def __init__(self, groups: Mapping[str, Tensor], batches: Sequence[BatchLoss], weights: Tensor | None = None) -> None:
         first, device = batches[0], batches[0].device
         self.batches, self.spans = batches, list(first.slices.values())
         self.labels = labels(WHO, groups, first.size).to(device)
-        shape = (len(groups) + 1, len(groups) + 1)
+        self.weights = weights
+        shape = (1 if weights is None else 2, len(groups) + 1, len(groups) + 1)
         self.within, self.above = (torch.zeros(shape, dtype=wide(device), device=device) for _ in range(2))
         self.loss, self.fallbacks = math.nan, tuple[str, ...]()
 
@@ -262,10 +291,14 @@ class SquareSums:
             columns = self.labels[left:right]
             for n, part in enumerate(rows[:, left - start : right - start].split(step)):
                 squares = part.to(total.dtype).square_()
-                by_column = squares.new_zeros(len(part), len(total)).index_add_(1, columns, squares)
-                if not math.isfinite(float(by_column.sum())):
-                    raise self._not_finite(parameter, left, squares)
-                total.index_add_(0, self.labels[first + n * step : first + n * step + len(part)], by_column)
+                numbers = slice(first + n * step, first + n * step + len(part))
+                for matrix in total:
+                    by_column = squares.new_zeros(len(part), len(matrix)).index_add_(1, columns, squares)
+                    if not math.isfinite(float(by_column.sum())):
+                        raise self._not_finite(parameter, left, squares)
+                    matrix.index_add_(0, self.labels[numbers], by_column)
+                    if self.weights is not None:  # read by the second matrix; of no use after it
+                        squares.mul_(self.weights[left:right]).mul_(self.weights[numbers, None])
 
     def add_panel(self, panel: SymmetricStorage) -> None:
         """Add all rows of a panel."""
@@ -281,34 +314,31 @@ class SquareSums:
         other = next(n for n, rows in enumerate(self.spans) if column < rows.stop)
         return not_finite(WHO, names[parameter], names[other], self.batches)
 
-    def norms(self) -> tuple[Tensor, float]:
-        """Return the norms of the blocks by pairs of groups, and that of the whole matrix."""
-        squares = (self.within + self.above + self.above.T).cpu().double()
-        return squares[:-1, :-1].sqrt(), math.sqrt(float(squares.sum()))
+    def norms(self) -> list[tuple[Tensor, float]]:
+        """Return the norms of the blocks by pairs of groups, and that of the whole matrix, of A and of S A S."""
+        sums = (self.within + self.above + self.above.mT).cpu().double()
+        return [(squares[:-1, :-1].sqrt(), math.sqrt(float(squares.sum()))) for squares in sums]
 
 
-def _at_once(groups: Mapping[str, Tensor], evaluation: Evaluation, kind: str) -> SquareSums | None:
-    """Return the sums from the whole matrix; None where it does not fit in memory."""
+def _at_once(sums: SquareSums, evaluation: Evaluation, kind: str) -> bool:
+    """Add the whole matrix; return False where it does not fit in memory."""
     first, outer = evaluation.batches[0], kind != "hessian"
     if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
-        return None
+        return False
     indices = range(len(first.parameters))
     try:
         matrix, loss, fallbacks = evaluation.panel([(indices, indices)], 0, outer=outer, look=evaluation.look(first))
     except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
-        return None
-    sums = SquareSums(groups, evaluation.batches)
+        return False
     sums.add_panel(matrix)
     sums.loss, sums.fallbacks = loss, fallbacks
     if fallbacks:
         evaluation.check_symmetric(matrix, matrix.mirror(), loss, fallbacks, outer=outer)
-    return sums
+    return True
 
 
-def _by_panels(
-    groups: Mapping[str, Tensor], evaluation: Evaluation, kind: str, limit: int | None, path: Path | None
-) -> SquareSums:
-    """Return the sums of panels of ``limit`` bytes, or of None few and large ones, of which one is kept at a time."""
+def _by_panels(sums: SquareSums, evaluation: Evaluation, kind: str, limit: int | None, path: Path | None) -> None:
+    """Add panels of ``limit`` bytes, or of None few and large ones, of which one is kept at a time."""
     batches, first = evaluation.batches, evaluation.batches[0]
     plan = make_plan(batches, evaluation.batch_size, limit or PANEL)
     if limit is None and len(plan.panels) > 1:
@@ -316,7 +346,6 @@ def _by_panels(
     parts, spans = plan.panels, list(first.slices.values())
     bytes_of = [math.prod(spans[x[-1]].stop - spans[x[0]].start for x in part) * first.dtype.itemsize for part in parts]
     check_workspace(plan.workspace, min(plan.largest, int(plan.limit)), first.device)
-    sums = SquareSums(groups, batches)
     store = None if path is None else SumStore(path, sums, evaluation, kind)
     operator: HessianOperator | None = None
     for rows, group in groupby(range(len(parts)), lambda n: parts[n][0]):
@@ -338,7 +367,6 @@ def _by_panels(
             store.write(rows.stop)
     if sums.fallbacks:
         check_fallbacks(batches, kind)
-    return sums
 
 
 def _add_products(sums: SquareSums, operator: HessianOperator, parameter: int, limit: int) -> None:
@@ -363,6 +391,8 @@ class SumStore:
         self.path, self.sums, self.parameters = path, sums, 0
         first = evaluation.batches[0]
         digest = hashlib.sha256(sums.labels.cpu().numpy().tobytes())
+        if sums.weights is not None:
+            digest.update(sums.weights.cpu().numpy().tobytes())
         for x in first.parameters.values():
             digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         about = {"loss": f"{evaluation.loss:.6g}", "kind": kind, "shapes": {n: list(x) for n, x in first.shapes.items()}}
@@ -377,9 +407,8 @@ class SumStore:
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise InputError(f"{WHO}: {path} holds no sums of panels ({error}); remove it, or pass another resume=...") from error
         if key != self.key:
-            raise InputError(
-                f"{WHO}: {path} holds the sums of another matrix or of other groups; remove it, or pass another resume=..."
-            )
+            others = "of another matrix, of other groups or of another scale"
+            raise InputError(f"{WHO}: {path} holds the sums {others}; remove it, or pass another resume=...")
         for total, values in ((sums.within, within), (sums.above, above)):
             total.copy_(torch.from_numpy(values))
 

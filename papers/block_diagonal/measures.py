@@ -10,10 +10,12 @@ Damping is 1 % of the largest eigenvalue of A. In AdamW's metric A is P^(-1/2) A
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from scipy.sparse.linalg import cg, eigsh
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.func import functional_call, grad, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessiankit as hk
+from hessiankit.curvature.frobenius import FrobeniusNorms
 from hessiankit.curvature.suboperators import groups_of, labels
 from hessiankit.landscape.preconditioner import optimizer_preconditioner
 from hessiankit.support.errors import InputError
@@ -29,7 +32,11 @@ from papers.block_diagonal.models import cross_entropy
 
 PARTITIONS: Mapping[str, Any] = {"neuron": neurons, "head": heads, "tensor": "parameter", "layer": layers}
 DENSE = 10_000  # parameters up to which the matrix is formed: 800 MB; above it is streamed
-SAMPLED, TOLERANCE = 3, 1e-10  # rows that are compared with jvp(grad), and the error, of the matrix's largest entry
+LARGE = 50_000  # parameters above which only the Hessian is streamed, in float32: a quarter of the time
+TOGETHER = 64  # vectors of a product: as fast as more
+PANEL_BYTES = 2**31  # of a streamed matrix: a run needs 4 GB, and two fit beside each other in 16
+SAMPLED = 3  # rows that are compared with jvp(grad)
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # of the error of a row, of the matrix's largest entry
 DAMPING = 0.01  # of the largest eigenvalue, as hessiankit.approximations has it
 
 
@@ -74,13 +81,13 @@ def kept(A: Tensor, v: Tensor, partitions: Mapping[str, Tensor]) -> dict[str, fl
     return {name: float(within(A, numbers, v) @ v) / whole for name, numbers in partitions.items()}
 
 
-def top_pair(A: Tensor) -> tuple[float, Tensor]:
-    """Return the eigenvalue of the largest magnitude and its eigenvector.
+def top_pair(A: Any) -> tuple[float, Tensor]:
+    """Return the eigenvalue of the largest magnitude and its eigenvector, of a matrix or an operator.
 
     >>> round(top_pair(torch.diag(torch.tensor([1.0, -3.0, 2.0]).double()))[0], 9)
     -3.0
     """
-    values, vectors = eigsh(A.numpy(), k=1, which="LM", v0=torch.ones(len(A), dtype=A.dtype).numpy())
+    values, vectors = eigsh(A.numpy() if isinstance(A, Tensor) else A, k=1, which="LM", v0=np.ones(A.shape[0]))
     return float(values[0]), torch.from_numpy(vectors[:, 0].copy())
 
 
@@ -114,15 +121,20 @@ def step_errors(G: Tensor, g: Tensor, partitions: Mapping[str, Tensor], largest:
     return found
 
 
-def check_rows(model: nn.Module, x: Tensor, y: Tensor, matrices: Mapping[str, Tensor], seed: int) -> float:
-    """Return the largest error of sampled rows against jvp(grad), of the matrix's largest entry.
+def sampled_rows(model: nn.Module, seed: int) -> list[int]:
+    """Return positions of entries of random tensors; of a large vocabulary most entries are of words that a batch lacks."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor([p.numel() for p in model.parameters()])
+    tensors = torch.randint(len(sizes), (SAMPLED,), generator=generator)
+    within_tensor = (torch.rand(SAMPLED, generator=generator) * sizes[tensors]).long()
+    return (sizes.cumsum(0)[tensors] - sizes[tensors] + within_tensor).tolist()
 
-    Raises:
-        InputError: It is above :data:`TOLERANCE`.
-    """
+
+def exact_rows(model: nn.Module, x: Tensor, y: Tensor, kind: str, rows: Sequence[int]) -> Tensor:
+    """Return rows of the Hessian by jvp(grad), or of the Gauss-Newton matrix by jvp and vjp of the logits, (rows, P)."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     sizes, shapes = [p.numel() for p in parameters.values()], [p.shape for p in parameters.values()]
-    flat, worst = torch.cat([p.reshape(-1) for p in parameters.values()]), 0.0
+    flat = torch.cat([p.reshape(-1) for p in parameters.values()])
 
     def logits(theta: Tensor) -> Tensor:
         pieces = (piece.reshape(shape) for piece, shape in zip(theta.split(sizes), shapes, strict=True))
@@ -146,35 +158,47 @@ def check_rows(model: nn.Module, x: Tensor, y: Tensor, matrices: Mapping[str, Te
         pulled: Any = vjp(logits, flat)[1](derivative(grad(loss), z, tangent)[1])
         return pulled[0]
 
-    routes = {"hessian": hessian_row, "ggn": outer_row}
-    generator = torch.Generator().manual_seed(seed)
+    route, units = {"hessian": hessian_row, "ggn": outer_row}[kind], torch.zeros(len(rows), len(flat), dtype=flat.dtype)
+    units[torch.arange(len(rows)), torch.tensor(rows)] = 1.0
     with sdpa_kernel(SDPBackend.MATH):
-        for kind, matrix in matrices.items():
-            scale = float(matrix.abs().max())
-            for row in torch.randint(len(flat), (SAMPLED,), generator=generator).tolist():
-                e = torch.zeros_like(flat)
-                e[row] = 1.0
-                worst = max(worst, float((routes[kind](e) - matrix[row]).abs().max()) / scale)
-    if not worst <= TOLERANCE:
-        raise InputError(f"block-diagonal: rows differ from jvp(grad) by {worst:.1e} of the largest entry, above {TOLERANCE:g}")
-    return worst
+        return torch.stack([route(e) for e in units])
+
+
+def checked_error(found: Tensor, expected: Tensor, scale: float, tolerance: float) -> float:
+    """Return the largest difference over ``scale``.
+
+    Raises:
+        InputError: It is above the tolerance.
+    """
+    error = float((found - expected).abs().max()) / scale
+    if not error <= tolerance:
+        raise InputError(f"block-diagonal: rows differ from jvp(grad) by {error:.1e} of the largest entry, above {tolerance:g}")
+    return error
+
+
+def metric_scale(model: nn.Module, optimizer: Any) -> Tensor | None:
+    """Return the diagonal of P^(-1/2), P AdamW's diagonal, (P,); None before the first step."""
+    if not any(state for state in optimizer.state.values()):
+        return None
+    parameters, device = dict(model.named_parameters()), torch.device("cpu")
+    root = optimizer_preconditioner("block-diagonal", optimizer, parameters, dtype=torch.float64, device=device).root
+    return root.structures[0].values
 
 
 def measured(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, *, seed: int) -> dict[str, Any]:
-    """Return all measures of a model at one point; of one above :data:`DENSE` parameters the shares, without a metric."""
-    operator = hk.hessian_operator(model, x, y, loss="cross_entropy")
-    partitions = partition_labels(operator, model)
+    """Return all measures of a model at one point; of one above :data:`DENSE` parameters those that need no matrix."""
+    operator, scale = hk.hessian_operator(model, x, y, loss="cross_entropy"), metric_scale(model, optimizer)
+    partitions, rows = partition_labels(operator, model), sampled_rows(model, seed)
     about = {"parameters": operator.shape[0], "loss": operator.loss, "area": areas(partitions)}
     if operator.shape[0] > DENSE:
-        return {**about, "matrices": {kind: {"share": streamed(model, x, y, kind, partitions)} for kind in ("hessian", "ggn")}}
+        return about | streamed(model, x, y, partitions, rows, scale)
     H = hk.hessian(model, x, y, loss="cross_entropy")
     dense = {"hessian": H.matrix, "ggn": H.outer()}
-    about["row_error"] = check_rows(model, x, y, dense, seed)
-    if any(state for state in optimizer.state.values()):
-        parameters = dict(model.named_parameters())
-        device = torch.device("cpu")
-        root = optimizer_preconditioner("block-diagonal", optimizer, parameters, dtype=torch.float64, device=device).root
-        scale = root.structures[0].values
+    errors = []
+    for kind, A in dense.items():
+        exact = exact_rows(model, x, y, kind, rows)
+        errors.append(checked_error(A[rows], exact, float(A.abs().max()), TOLERANCES[A.dtype]))
+    if scale is not None:
         dense |= {f"{kind} in AdamW's metric": A * scale * scale.unsqueeze(1) for kind, A in dense.items()}
     found = {}
     for kind, A in dense.items():
@@ -183,23 +207,74 @@ def measured(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, *, seed: in
         if kind == "ggn":  # g^T A g of an indefinite A may vanish, and a ratio to it says nothing
             gradient = {"gradient": kept(A, operator.gradient, partitions)}
             found[kind] |= gradient | step_errors(A, operator.gradient, partitions, largest)
-    return {**about, "matrices": found}
+    return {**about, "row_error": max(errors), "matrices": found}
 
 
-def streamed(model: nn.Module, x: Tensor, y: Tensor, kind: str, partitions: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the shares by all partitions from one pass, by the groups in which no two partitions differ."""
-    stacked = torch.stack(list(partitions.values()))
-    atoms, inverse = stacked.unique(dim=1, return_inverse=True)
+def streamed(
+    model: nn.Module, x: Tensor, y: Tensor, partitions: Mapping[str, Tensor], rows: Sequence[int], scale: Tensor | None
+) -> dict[str, Any]:
+    """Return the measures that need no matrix, from one pass for each matrix and its metric, and products.
+
+    Groups of the pass are the sets of parameters that every partition has in one block, and each sampled row by itself, so that
+    the norms of its entries in all groups can be compared.
+    """
+    sampled = torch.zeros_like(next(iter(partitions.values())))
+    sampled[rows] = 1 + torch.arange(len(rows))
+    _, sets = torch.stack([*partitions.values(), sampled]).unique(dim=1, return_inverse=True)
     names = [f"{name}[{', '.join(map(str, at))}]" for name, p in model.named_parameters() for at in _indices(p.shape)]
+    exact_model, model = model, copy.deepcopy(model).float() if len(sampled) > LARGE else model
     by: dict[str, list[str]] = {}
-    for name, atom in zip(names, inverse.tolist(), strict=True):
-        by.setdefault(str(atom), []).append(name)
-    norms = hk.frobenius_norms(model, x, y, loss="cross_entropy", kind=kind, by=by)
-    squares, order = norms.matrix.square(), torch.tensor([int(name) for name in norms.groups])
-    found = {}
-    for name, groups in zip(partitions, atoms, strict=True):
-        numbers = groups[order]
-        found[name] = float(squares[numbers[:, None] == numbers].sum()) / norms.whole**2
+    for name, number in zip(names, sets.tolist(), strict=True):
+        by.setdefault(str(number), []).append(name)
+    place = {name: n for n, name in enumerate(by)}
+    numbers = torch.tensor([place[str(number)] for number in sets.tolist()])
+    matrices, errors = {}, []
+    for kind in ("hessian", "ggn") if len(numbers) <= LARGE else ("hessian",):
+        norms = hk.frobenius_norms(model, x, y, loss="cross_entropy", kind=kind, by=by, scale=scale, panel_bytes=PANEL_BYTES)
+        exact = exact_rows(exact_model, x, y, kind, rows)
+        operator = hk.hessian_operator(model, x, y, loss="cross_entropy", kind=kind)
+        tolerance = TOLERANCES[operator.torch_dtype]
+        errors.append(norms_error(norms, numbers, rows, exact, tolerance))
+        matrices[kind] = {"share": norm_shares(norms, numbers, partitions)}
+        if scale is not None and norms.scaled is not None:
+            errors.append(norms_error(norms.scaled, numbers, rows, exact * scale * scale[rows].unsqueeze(1), tolerance))
+            matrices[f"{kind} in AdamW's metric"] = {"share": norm_shares(norms.scaled, numbers, partitions)}
+        matrices[kind]["top"] = kept_by_products(operator, top_pair(operator)[1].to(operator.torch_dtype), partitions)
+    return {"row_error": max(errors), "matrices": matrices}
+
+
+def norm_shares(norms: FrobeniusNorms, numbers: Tensor, partitions: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the share in the diagonal blocks by partition, from norms by sets that every partition keeps whole."""
+    squares, found = norms.matrix.square(), {}
+    for name, labels_of_entries in partitions.items():
+        of_set = labels_of_entries.new_zeros(len(squares))
+        of_set[numbers] = labels_of_entries
+        found[name] = float(squares[of_set.unsqueeze(1) == of_set].sum()) / norms.whole**2
+    return found
+
+
+def norms_error(norms: FrobeniusNorms, numbers: Tensor, rows: Sequence[int], exact: Tensor, tolerance: float) -> float:
+    """Return the largest error of the norms of sampled rows by sets, of the largest root mean square of a block.
+
+    That is at most the largest entry of the matrix. Each sampled row is a set by itself.
+    """
+    by_set = exact.new_zeros(len(rows), len(norms.matrix)).index_add_(1, numbers, exact.square()).sqrt()
+    sizes = torch.tensor([*norms.groups.values()], dtype=exact.dtype)
+    scale = float((norms.matrix / (sizes * sizes.unsqueeze(1)).sqrt()).max())
+    return checked_error(norms.matrix[numbers[rows]], by_set, scale, tolerance)
+
+
+def kept_by_products(operator: hk.HessianOperator, v: Tensor, partitions: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return v^T D v / v^T A v by partition: v^T D v is the sum over blocks of w^T A w, w the entries of v in the block."""
+    whole, found = float(v @ (operator @ v)), {}
+    for name, numbers in partitions.items():
+        total = 0.0
+        for first in range(0, int(numbers.max()) + 1, TOGETHER):
+            at = ((numbers >= first) & (numbers < first + TOGETHER)).nonzero()[:, 0]
+            pieces = v.new_zeros(TOGETHER, len(v))
+            pieces[numbers[at] - first, at] = v[at]
+            total += float((pieces * (operator @ pieces.T).T).sum())
+        found[name] = total / whole
     return found
 
 

@@ -12,15 +12,18 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from scipy.stats import t as student
 
-from hessiankit.cli.options import File, Output, Positive
+from hessiankit.cli.options import File, NonNegative, Output, Positive
 from hessiankit.cli.program import OK, command
 from hessiankit.support.environment import environment
+from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict, fill, write_json, write_text
 from hessiankit.support.tables import Piece, Printed, Table, as_markdown, table
 from papers.block_diagonal.models import STAGES, Case
@@ -28,6 +31,7 @@ from papers.block_diagonal.models import STAGES, Case
 EXAMPLES = (
     ("python -m papers block-diagonal", "the preset tiny: minutes"),
     ("python -m papers block-diagonal --preset small --jobs 2", "two hours on two cores; after Ctrl-C it continues"),
+    ("python -m papers block-diagonal --preset paper --dry-run", "the runs that are missing, and the hours they take"),
 )
 PARTITIONS = ("neuron", "head", "tensor", "layer")
 app = command("block-diagonal", EXAMPLES)
@@ -35,11 +39,12 @@ app = command("block-diagonal", EXAMPLES)
 
 @dataclass(frozen=True)
 class Preset:
-    """Cases of a study: each vocabulary with the depths, tied, and with the middle depth untied.
+    """Cases of a study: each vocabulary with the depths, tied and untied.
 
     Attributes:
         vocabularies: Numbers of tokens.
-        depths: Numbers of blocks.
+        depths: Numbers of blocks of tied models.
+        untied: Numbers of blocks of untied models.
         d_model: Width of a token.
         steps: Updates of a run.
         seeds: Seeds of every case.
@@ -49,6 +54,7 @@ class Preset:
 
     vocabularies: tuple[int, ...]
     depths: tuple[int, ...]
+    untied: tuple[int, ...]
     d_model: int
     steps: int
     seeds: int
@@ -59,18 +65,17 @@ class Preset:
         """Return the runs whose curvature is measured."""
         found = []
         for vocabulary in self.vocabularies:
-            for depth in self.depths:
-                found.append(Case(vocabulary, True, depth, self.d_model, steps=self.steps))
-            found.append(Case(vocabulary, False, self.depths[len(self.depths) // 2], self.d_model, steps=self.steps))
+            for tied, depths in ((True, self.depths), (False, self.untied)):
+                found += [Case(vocabulary, tied, depth, self.d_model, steps=self.steps) for depth in depths]
         return [replace(case, seed=seed) for case in found for seed in range(self.seeds)]
 
 
 PRESETS = {
-    "tiny": Preset((16, 64, 256), (1, 2), 8, 200, 3, 15),
-    "small": Preset((16, 128, 1024), (1, 2, 4), 16, 1000, 3, 50),
-    "paper": Preset((16, 64, 256, 1024), (1, 2, 4), 32, 4000, 3, 100),
+    "tiny": Preset((16, 64, 256), (1, 2), (2,), 8, 200, 3, 15),
+    "small": Preset((16, 128, 1024), (1, 2, 4), (2,), 16, 1000, 3, 50),
+    "paper": Preset((16, 128, 1024, 4096), (1, 2, 3, 4), (1, 2, 3, 4), 16, 1000, 3, 50),
 }
-"""On two cores minutes, two hours as measured, and a night by forecast."""
+"""On two cores half an hour, two hours and a night; ``paper`` contains the cases of ``small``."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,56 @@ class Result:
     seconds: float
 
 
+@cache
+def parameters(case: Case) -> int:
+    """Return the number of parameters of a case.
+
+    >>> parameters(Case(4096, d_model=16, layers=1))
+    68960
+    """
+    from papers.block_diagonal.models import model_of
+
+    return sum(p.numel() for p in model_of(replace(case, seed=0)).parameters())
+
+
+def forecast(task: Task) -> float:
+    """Return the seconds of a task on one core, by the time per entry of the matrix that cases of its kind took.
+
+    A streamed matrix takes 0.1 us per entry, by products with unit vectors, and half of it in float32. Up to
+    :data:`~.measures.LARGE` parameters there are two at each of four stages, above one at two stages in float32. The measures of
+    a matrix that is formed take 2.5 us per entry in all.
+    """
+    from papers.block_diagonal.measures import DENSE, LARGE
+
+    if task.what == "optimiser":
+        return 2.0 * task.case.steps  # a step factorises the whole matrix of 832 parameters with four dampings
+    size = parameters(task.case)
+    matrices = 25 if size <= DENSE else 8 if size <= LARGE else 1
+    return 1e-7 * matrices * size**2
+
+
+def fitting(tasks: Sequence[Task], seconds: float) -> list[Task]:
+    """Return the first tasks whose forecasts add up to no more than some seconds."""
+    ends = accumulate(map(forecast, tasks))
+    return [task for task, end in zip(tasks, ends, strict=True) if end <= seconds]
+
+
+def forecast_table(tasks: Sequence[Task], missing: Sequence[Task]) -> Table:
+    """Return tasks, those without a result, and their hours on one core, by setting."""
+    settings = dict.fromkeys(Task(task.what, replace(task.case, seed=0)) for task in tasks)
+    rows = []
+    for setting in settings:
+        every, rest = ([t for t in of if Task(t.what, replace(t.case, seed=0)) == setting] for of in (tasks, missing))
+        hours = f"{sum(map(forecast, rest)) / 3600:.2f}"
+        size = f"{parameters(setting.case):,}"
+        rows.append((setting.what, *described(setting.case), size, str(len(every)), str(len(rest)), hours))
+    total = ("all", "", "", "", "", str(len(tasks)), str(len(missing)), f"{sum(map(forecast, missing)) / 3600:.2f}")
+    return table(("work", "words", "head", "blocks", "parameters", "runs", "missing", "hours"), [*rows, total], left=1)
+
+
 def run(task: Task) -> Result:
     """Do one task on one thread."""
-    from papers.block_diagonal.measures import measured
+    from papers.block_diagonal.measures import LARGE, measured
     from papers.block_diagonal.models import probe, trained
     from papers.block_diagonal.optimiser import losses
 
@@ -101,7 +153,10 @@ def run(task: Task) -> Result:
         found: dict[str, Any] = losses(task.case)
     else:
         x, y = probe(task.case)
-        found = {stage: measured(model, adamw, x, y, seed=task.case.seed) for stage, model, adamw in trained(task.case)}
+        found = {}
+        for stage, model, adamw in trained(task.case):
+            if stage in (STAGES[0], STAGES[-1]) or parameters(task.case) <= LARGE:
+                found[stage] = measured(model, adamw, x, y, seed=task.case.seed)
     return Result(task, found, time.perf_counter() - start)
 
 
@@ -160,13 +215,14 @@ class BlockDiagonalReport(Printed, WithDict):
         found = []
         for r in self.results:
             if r.task.what == "curvature" and replace(r.task.case, seed=0) == case:
-                value = r.found[stage]["matrices"].get(kind, {}).get(measure, {}).get(partition)
+                value = r.found.get(stage, {}).get("matrices", {}).get(kind, {}).get(measure, {}).get(partition)
                 found += [] if value is None else [value]
         return found
 
     def about(self, case: Case) -> dict[str, Any]:
-        """Return what the first seed of a case says of itself when trained."""
-        return next(r.found["trained"] for r in self.results if r.task == Task("curvature", case))
+        """Return what one seed of a case says of itself when trained."""
+        runs = [r for r in self.results if r.task.what == "curvature"]
+        return next(r.found["trained"] for r in runs if replace(r.task.case, seed=0) == case)
 
     def measure_table(self, kind: str, measure: str) -> Table:
         """Return a measure by case, stage and partition."""
@@ -227,10 +283,18 @@ def described(case: Case) -> tuple[str, str, str]:
     return str(case.vocabulary), "tied" if case.tied else "untied", str(case.layers)
 
 
+SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tiny": ("", ()),
+    "small": ("larger-", ("runs", "hessian-share", "losses")),
+    "paper": ("paper-", ("runs", "hessian-share", "adamw-share", "hessian-top")),
+}
+"""Prefix of the names of a preset's tables on the page, and the tables; () for all."""
+
+
 def sections(report: BlockDiagonalReport) -> dict[str, str]:
     """Return the page's tables by the name of their section; stages between the first and the last are in the picture.
 
-    The page has all tables of the preset ``tiny``, and of larger ones the shares of the Hessian and the last losses.
+    :data:`SECTIONS` has those of each preset.
     """
     wanted = {
         "hessian-share": ("hessian", "share"),
@@ -241,19 +305,21 @@ def sections(report: BlockDiagonalReport) -> dict[str, str]:
     }
     pieces = {name: report.measure_table(*what) for name, what in wanted.items()}
     pieces |= {"area": report.area_table(), "losses": report.optimiser_table()}
+    prefix, shown = SECTIONS[report.preset]
     found = {"runs": f"{report._headline()}."}
     for name, piece in pieces.items():
         rows = [row for row in piece.rows if not {"1 %", "10 %"} & set(row)]
         found[name] = as_markdown(piece.headers, rows)
-    if report.preset != "tiny":
-        return {f"larger-{name}": found[name] for name in ("runs", "hessian-share", "losses")}
-    return found
+    return {f"{prefix}{name}": found[name] for name in shown or found}
 
 
 @app.default
 def study(
     *,
     preset: Literal["tiny", "small", "paper"] = "tiny",
+    words: Positive | None = None,
+    hours: NonNegative | None = None,
+    dry_run: bool = False,
     jobs: Positive | None = None,
     out: Path = Path("results/block-diagonal"),
     data: File | None = None,
@@ -267,13 +333,17 @@ def study(
     steps with the whole matrix and with diagonal blocks. Finished cases are kept in --out.
 
     Args:
-        preset: tiny: minutes; small: two hours; paper: a night on two cores.
+        preset: tiny: half an hour on two cores; small: two hours; paper: a night.
+        words: Only cases with this vocabulary.
+        hours: Only as many missing cases as the forecast has for this many hours, in their order; 0 reports the finished ones.
+        dry_run: Print the forecast of the missing cases and run none.
         jobs: Processes that share the work, each with one thread (default: one per core, 8 at most).
         out: Folder for the finished cases.
         data: Also write all measures as JSON (docs/block_diagonal.json is written so).
         markdown: Also write the tables into this page (docs/block_diagonal.md is written so).
     """
     from hessiankit.support.progress import progress_bar
+    from hessiankit.support.tables import say
     from papers.experiments.resumable import Resumable
     from papers.experiments.tuning.experiment import one_thread
 
@@ -281,15 +351,20 @@ def study(
     tasks = [Task("curvature", case) for case in chosen.cases()]
     comparison = Case(32, d_model=4, steps=chosen.optimiser_steps)  # small: a step factorises the whole matrix
     tasks += [Task("optimiser", replace(comparison, seed=seed)) for seed in range(chosen.optimiser_seeds)]
+    tasks = [task for task in tasks if words in (None, task.case.vocabulary)]
     out.mkdir(parents=True, exist_ok=True)
     jobs = jobs or min(os.cpu_count() or 1, 8)
     store = Resumable("block-diagonal", out / f"{preset}.jsonl", run, lambda r: r.task, encode, decode, jobs=jobs)
+    if dry_run:
+        say(forecast_table(tasks, store.missing(tasks)))
+        return OK
     with progress_bar() as tell, store as results, one_thread():
-        finished = len(tasks) - len(results.missing(tasks))
-        for _ in results.finish(tasks):
-            finished += 1
-            tell("cases", finished, len(tasks))
-        report = BlockDiagonalReport(preset, tuple(results.known[task] for task in tasks))
+        wanted = store.missing(tasks) if hours is None else fitting(store.missing(tasks), 3600 * hours * jobs)
+        for n, _ in enumerate(results.finish(wanted), start=1):
+            tell("cases", n, len(wanted))
+        report = BlockDiagonalReport(preset, tuple(results.known[task] for task in tasks if task in results.known))
+    if not report.results:
+        raise InputError(f"block-diagonal: no case fits in hours={hours:g} and none is finished; pass more (--dry-run tells)")
     output.finish(report, [encode(r) for r in report.results])
     about = {"preset": preset, "environment": environment("date", "python", "torch", "processor", "cores", "system")}
     write_json("block-diagonal", data, about | {"results": [encode(r) for r in report.results]})

@@ -354,13 +354,17 @@ def test_norms_by_partition(name: str, panel_bytes: int | None) -> None:
     module = randomised(Tied())
     expected, numbers = matrix_of(module)
     at = torch.cat([x.reshape(-1) for x in members(numbers)])
-    found = frobenius_norms(module, TOKENS, WORDS, loss="cross_entropy", by=by, panel_bytes=panel_bytes)
-    assert (len(found.groups), found.groups[group]) == (count, len(at))
-    assert found.block(group, group) == pytest.approx(float(expected[at][:, at].norm()), rel=1e-11)
-    assert found.whole == pytest.approx(float(expected.norm()), rel=1e-12)
-    if sum(found.groups.values()) == len(expected):
-        assert found.rows(group) == pytest.approx(float(expected[at].norm()), rel=1e-11)
-        assert float(found.matrix.norm()) == pytest.approx(found.whole, rel=1e-12)
+    s = 0.1 + draw(len(expected)).square()
+    norms = frobenius_norms(module, TOKENS, WORDS, loss="cross_entropy", by=by, panel_bytes=panel_bytes, scale=s)
+    assert (len(norms.groups), norms.groups[group]) == (count, len(at))
+    assert norms.scaled is not None
+    for found, matrix in ((norms, expected), (norms.scaled, s[:, None] * expected * s)):
+        assert found.block(group, group) == pytest.approx(float(matrix[at][:, at].norm()), rel=1e-11)
+        assert found.whole == pytest.approx(float(matrix.norm()), rel=1e-12)
+        if sum(found.groups.values()) == len(matrix):
+            assert found.rows(group) == pytest.approx(float(matrix[at].norm()), rel=1e-11)
+            assert float(found.matrix.norm()) == pytest.approx(found.whole, rel=1e-12)
+    assert f"in the metric of scale: {100 * norms.scaled.diagonal_share:.3g} % of the squares" in norms.table()
 
 
 def test_share_of_the_diagonal_blocks_and_products_with_them() -> None:
@@ -386,23 +390,28 @@ def test_share_of_the_diagonal_blocks_and_products_with_them() -> None:
 
 def test_interrupted_norms_resume(tmp_path: Path) -> None:
     module, path, steps = six(), tmp_path / "sums.npz", list[int]()
-    expected = frobenius_norms(module, ROWS, TARGET, by="neuron", panel_bytes=400)
+    s = 1 + torch.rand(sum(p.numel() for p in module.parameters()), generator=torch.Generator().manual_seed(0))
+    expected = frobenius_norms(module, ROWS, TARGET, by="neuron", panel_bytes=400, scale=s)
 
     def interrupt(done: int, total: int) -> None:
         if done > total / 2:
             raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"by": "neuron", "panel_bytes": 400, "resume": path}
+    options: dict[str, Any] = {"by": "neuron", "panel_bytes": 400, "resume": path, "scale": s}
     with pytest.raises(KeyboardInterrupt):
         frobenius_norms(module, ROWS, TARGET, progress=interrupt, **options)
     found = frobenius_norms(module, ROWS, TARGET, progress=lambda done, total: steps.append(done), **options)
     assert min(steps) > 3
     assert torch.equal(found.matrix, expected.matrix)
+    assert torch.equal(found.scaled.matrix, expected.scaled.matrix)  # type: ignore[union-attr]
     assert (found.whole, found.loss) == (expected.whole, expected.loss)
     calls = [
         (lambda: frobenius_norms(module, 2 * ROWS, TARGET, **options), "holds the sums of another matrix"),
         (lambda: frobenius_norms(module, ROWS, TARGET, **{**options, "by": "head"}), "holds the sums of another matrix"),
-        (lambda: frobenius_norms(six(bias=True), ROWS, TARGET, **options), "holds the sums of another matrix"),
+        (lambda: frobenius_norms(module, ROWS, TARGET, **{**options, "scale": 2 * s}), "holds the sums of another matrix"),
+        (lambda: frobenius_norms(module, ROWS, TARGET, scale=s[1:]), r"scale has shape .*; expected the diagonal of S, \("),
+        (lambda: frobenius_norms(module, ROWS, TARGET, scale=s - s[0]), "scale has an entry that is not a positive number"),
+        (lambda: frobenius_norms(six(bias=True), ROWS, TARGET, **{**options, "scale": None}), "holds the sums of another matrix"),
         (lambda: frobenius_norms(module, ROWS, TARGET, resume=tmp_path / "sums.pt"), r"pass a path that ends in '\.npz'"),
         (lambda: frobenius_norms(module, ROWS, TARGET, by="class"), "by='class' is not known; choose one of parameter, neuron"),
         (lambda: frobenius_norms(module, ROWS, TARGET, by={"a": "*.W_1", "b": "*.W_1[0]"}), "groups 'a' and 'b' share entry"),
