@@ -156,9 +156,8 @@ def _is_recomputed(step: Step, step_tangents: Sequence[StoredTangents | None]) -
 
 def _push(step: Step, step_tangents: Sequence[Tangents | None]) -> Tangents:
     """Push tangents through one step; unit columns stay what they are where each entry moves by itself."""
-    point, moving_tangents = step.primitive, [t for t in step_tangents if t is not None]
-    t = moving_tangents[0]
-    if len(moving_tangents) == 1 and isinstance(t, UnitColumns):
+    point, (t, *others) = step.primitive, [t for t in step_tangents if t is not None]
+    if not others and isinstance(t, UnitColumns):
         if point.factor is not None:
             return replace(t, scale=t.scale * point.factor)
         if point.matrix is not None and step_tangents[0] is t:
