@@ -17,7 +17,7 @@ from hessiankit.primitives.directions import add_at, align, same_rows, unbroadca
 from hessiankit.primitives.primitive import Covectors, Inputs, Linearised, PartOfCovectors, Primitive, Sums, Tangents, total
 
 
-class Part(Primitive):
+class EntryView(Primitive):
     """Some entries of one input, as a view of it."""
 
     is_linear = True
@@ -41,13 +41,13 @@ class Part(Primitive):
         return self.view(X, 1)
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
-        return LinearisedPart(self, inputs, adjoint, needs)
+        return LinearisedView(self, inputs, adjoint, needs)
 
 
-class LinearisedPart(Linearised):
+class LinearisedView(Linearised):
     """A part of its input, whose covectors are zero elsewhere."""
 
-    primitive: Part
+    primitive: EntryView
 
     def pull_parts(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Sequence[Tensor | PartOfCovectors | None]:
         """Return the covectors of the part alone, unless they have a sum."""
@@ -57,7 +57,7 @@ class LinearisedPart(Linearised):
 
 
 @dataclass(frozen=True)
-class Select(Part):
+class Select(EntryView):
     """N = X[..., i, ...], one position of one axis, which disappears; inputs (X,).
 
     >>> Select(-1, 0).vjp((torch.ones(2),), torch.tensor([3.0]))[0].tolist()
@@ -75,7 +75,7 @@ class Select(Part):
 
 
 @dataclass(frozen=True)
-class Slice(Part):
+class Slice(EntryView):
     """N = X[..., start:stop:step, ...] along one axis, with Python's meaning of negative and of too large ends; inputs (X,).
 
     >>> Slice(0, 1, None, 2).vjp((torch.ones(4),), torch.tensor([[5.0, 6.0]]))[0].tolist()
