@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
-from hessiankit.primitives.primitive import CovectorSum
+from hessiankit.primitives.primitive import CovectorSum, PartOfCovectors
 from hessiankit.tracing.trace import accumulate, last_readers
 
 WORK_SPACE, ON_AN_ACCELERATOR = 2**23, 2**26
@@ -156,9 +156,8 @@ def _is_recomputed(step: Step, step_tangents: Sequence[StoredTangents | None]) -
 
 def _push(step: Step, step_tangents: Sequence[Tangents | None]) -> Tangents:
     """Push tangents through one step; unit columns stay unit columns through entrywise steps."""
-    point, moving_tangents = step.primitive, [t for t in step_tangents if t is not None]
-    t = moving_tangents[0]
-    if len(moving_tangents) == 1 and isinstance(t, UnitColumns):
+    point, (t, *remaining) = step.primitive, [t for t in step_tangents if t is not None]
+    if not remaining and isinstance(t, UnitColumns):
         if point.factor is not None:
             return replace(t, scale=t.scale * point.factor)
         if point.matrix is not None and step_tangents[0] is t:
@@ -174,7 +173,7 @@ def sums_of(sums: Mapping[int, CovectorSum], inputs: Sequence[int | None]) -> li
 
 def _pull(
     step: Step, bar: Tensor | None, step_tangents: Sequence[StoredTangents | None] | None, sums: Mapping[int, CovectorSum]
-) -> Sequence[Tensor | None]:
+) -> Sequence[Tensor | PartOfCovectors | None]:
     """Pull a covector back through one step, with its curvature along tangents."""
     point = step.primitive
     t = step_tangents[0] if step_tangents is not None and len(step_tangents) == 1 else None
@@ -184,7 +183,7 @@ def _pull(
         t.add_to(covector, t.scale * point.bend)
         return (covector,)
     tangents = None if step_tangents is None else all_dense(step_tangents)
-    return point.pull_into(bar, tangents, sums_of(sums, step.inputs))
+    return point.pull_parts(bar, tangents, sums_of(sums, step.inputs))
 
 
 def pull(
@@ -206,11 +205,12 @@ def pull(
         arrive: Called with such a value and its covector, from the last to the first.
     """
     for step in reversed(steps):
-        bar, tangents = bars.pop(step.output, None), input_tangents.pop(step.output, None)
+        bar, tangents = dense(bars.pop(step.output, None)), input_tangents.pop(step.output, None)
         if bar is not None and arrive is not None and step.output in stops:
             arrive(step.output, bar)
         if bar is not None or tangents is not None:
             accumulate(bars, step.inputs, _pull(step, bar, tangents, sums))
+    bars.update({at: dense(bar) for at, bar in bars.items()})
     if arrive is not None:
         for at in [at for at in bars if at in stops]:
             arrive(at, bars.pop(at))

@@ -6,6 +6,7 @@ entry back where it came from, and adds where one was taken several times.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,50 @@ import torch
 from torch import Tensor
 
 from hessiankit.primitives.directions import add_at, align, same_rows, unbroadcast
-from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents, total
+from hessiankit.primitives.primitive import Covectors, Inputs, Linearised, PartOfCovectors, Primitive, Sums, Tangents, total
+
+
+class EntryView(Primitive):
+    """Some entries of one input, as a view of it."""
+
+    is_linear = True
+    selects = True
+
+    @abstractmethod
+    def view(self, X: Tensor, leading: int = 0) -> Tensor:
+        """Return the entries of tensors shaped like the input behind some leading axes."""
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return self.view(inputs[0])
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return self.view(total(self, tangents[0]), 1)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (PartOfCovectors(self.of_directions, inputs[0].shape, adjoint).dense(),)
+
+    def of_directions(self, X: Tensor) -> Tensor:
+        """Return the entries of a stack of directions."""
+        return self.view(X, 1)
+
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedView(self, inputs, adjoint, needs)
+
+
+class LinearisedView(Linearised):
+    """A part of its input, whose covectors are zero elsewhere."""
+
+    primitive: EntryView
+
+    def pull_parts(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Sequence[Tensor | PartOfCovectors | None]:
+        """Return the covectors of the part alone, unless they have a sum."""
+        if bar is None or sums[0] is not None:
+            return self.pull_into(bar, tangents, sums)
+        return (PartOfCovectors(self.primitive.of_directions, self.inputs[0].shape, bar),)
 
 
 @dataclass(frozen=True)
-class Select(Primitive):
+class Select(EntryView):
     """N = X[..., i, ...], one position of one axis, which disappears; inputs (X,).
 
     >>> Select(-1, 0).vjp((torch.ones(2),), torch.tensor([3.0]))[0].tolist()
@@ -26,26 +66,16 @@ class Select(Primitive):
 
     dim: int
     index: int
-    is_linear = True
-    selects = True
 
-    def value(self, *inputs: Tensor) -> Tensor:
-        return inputs[0].select(self.dim, self.index)
-
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return total(self, tangents[0]).select(_axis(inputs[0], self.dim) + 1, self.index)
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        out = adjoint.new_zeros(adjoint.shape[0], *inputs[0].shape)
-        out.select(_axis(inputs[0], self.dim) + 1, self.index).copy_(adjoint)
-        return (out,)
+    def view(self, X: Tensor, leading: int = 0) -> Tensor:
+        return X.select(self.dim if self.dim < 0 else self.dim + leading, self.index)
 
     def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= _axis(inputs[0], self.dim)
 
 
 @dataclass(frozen=True)
-class Slice(Primitive):
+class Slice(EntryView):
     """N = X[..., start:stop:step, ...] along one axis, with Python's meaning of negative and of too large ends; inputs (X,).
 
     >>> Slice(0, 1, None, 2).vjp((torch.ones(4),), torch.tensor([[5.0, 6.0]]))[0].tolist()
@@ -56,19 +86,9 @@ class Slice(Primitive):
     start: int | None = None
     stop: int | None = None
     step: int = 1
-    is_linear = True
-    selects = True
 
-    def value(self, *inputs: Tensor) -> Tensor:
-        return inputs[0][self._key(inputs[0], 0)]
-
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return total(self, tangents[0])[self._key(inputs[0], 1)]
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        out = adjoint.new_zeros(adjoint.shape[0], *inputs[0].shape)
-        out[self._key(inputs[0], 1)] = adjoint
-        return (out,)
+    def view(self, X: Tensor, leading: int = 0) -> Tensor:
+        return X[(slice(None),) * (self.dim % X.ndim if self.dim < 0 else self.dim + leading) + (self._range,)]
 
     def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         axis = _axis(inputs[0], self.dim)
@@ -78,9 +98,6 @@ class Slice(Primitive):
     @property
     def _range(self) -> slice:
         return slice(self.start, self.stop, self.step)
-
-    def _key(self, X: Tensor, leading: int) -> tuple[slice, ...]:
-        return (*(slice(None),) * (_axis(X, self.dim) + leading), self._range)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ with J_v the Jacobian of v's inputs with respect to the parameters and lambda_v 
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hessiankit.primitives.directions import add_at
+from hessiankit.primitives.directions import ALONE, add_at
 
 Inputs: TypeAlias = Sequence[Tensor]
 Tangents: TypeAlias = Sequence[Tensor | None]
@@ -211,7 +211,10 @@ class CovectorSum:
             torch.mm(a, b, out=out) if self.empty else out.addmm_(a, b)
         else:
             a, b = (x.expand(len(out), *x.shape[-2:]) for x in (a, b))
-            torch.bmm(a, b, out=out) if self.empty else out.baddbmm_(a, b)
+            if out.is_cpu and not out.is_contiguous() and out[0].numel() < ALONE:  # which torch multiplies one by one
+                self.add(torch.bmm(a, b))
+            else:
+                torch.bmm(a, b, out=out) if self.empty else out.baddbmm_(a, b)
         self.empty = False
 
     def add_rows(self, at: Tensor, rows: Tensor) -> None:
@@ -319,6 +322,42 @@ class Linearised:
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
         """Do as :meth:`pull`, but add the covectors of inputs that have a sum to it, and return None for them."""
         return into(sums, self.pull(bar, tangents))
+
+    def pull_parts(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Sequence[Tensor | PartOfCovectors | None]:
+        """Do as :meth:`pull_into`; covectors that are zero outside a part of an input may be returned as that part."""
+        return self.pull_into(bar, tangents, sums)
+
+
+class PartOfCovectors:
+    """Covectors (S, *shape) that are zero outside a part; others are added to them in place.
+
+    Of a value that is read in n parts, a sum of n whole tensors would pass over n^2 parts.
+
+    Args:
+        part: The part of such covectors, as a view of them.
+        shape: Shape of the value.
+        bar: Covectors of the part.
+    """
+
+    def __init__(self, part: Callable[[Tensor], Tensor], shape: torch.Size, bar: Tensor) -> None:
+        self.part, self.shape, self.bar = part, shape, bar
+        self.memory: Tensor | None = None  # with what has been added
+
+    def dense(self) -> Tensor:
+        """Return the covectors."""
+        if self.memory is None:
+            self.memory = self.bar.new_zeros(len(self.bar), *self.shape)
+            self.part(self.memory).copy_(self.bar)
+        return self.memory
+
+    def plus(self, other: Tensor | PartOfCovectors) -> PartOfCovectors:
+        """Add other covectors of the same value, and return the sum."""
+        total = self.dense()
+        if isinstance(other, PartOfCovectors) and other.memory is None and len(other.bar) == len(total):
+            other.part(total).add_(other.bar)
+        else:
+            self.memory = total + (other.dense() if isinstance(other, PartOfCovectors) else other)
+        return self
 
 
 class LinearisedEntrywise(Linearised):

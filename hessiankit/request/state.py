@@ -271,10 +271,10 @@ OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write copies back into the tensors that have other values."""
-    if entries := list(pairs):
-        for (x, copy), differs in zip(entries, different(entries), strict=True):
-            if differs:
-                write_values(x, copy)
+    entries = list(pairs)
+    for (x, copy), differs in zip(entries, different(entries), strict=True):
+        if differs:
+            write_values(x, copy)
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hessiankit.primitives.cast import Cast
 from hessiankit.primitives.indexing import Take, Where
 from hessiankit.primitives.linear import Add, Expand
-from hessiankit.primitives.primitive import Linearised, Primitive
+from hessiankit.primitives.primitive import Linearised, PartOfCovectors, Primitive
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import address
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
@@ -176,11 +176,18 @@ def pull_one(pull: Callable[[Any], Sequence[Tensor | None]], bars: Sequence[Tens
     return pull(bars[0])
 
 
-def accumulate(sums: dict[int, Tensor], ids: Sequence[int | None], covectors: Sequence[Tensor | None]) -> None:
+def accumulate(sums: dict[int, Any], ids: Sequence[int | None], covectors: Sequence[Tensor | PartOfCovectors | None]) -> None:
     """Add covectors to the sums of their values, by id; None is zero, or a value without a sum."""
     for at, covector in zip(ids, covectors, strict=True):
-        if at is not None and covector is not None:
-            sums[at] = sums[at] + covector if at in sums else covector
+        if at is None or covector is None:
+            continue
+        present = sums.get(at)
+        if isinstance(present, PartOfCovectors):
+            sums[at] = present.plus(covector)
+        elif isinstance(covector, PartOfCovectors):
+            sums[at] = covector if present is None else covector.plus(present)
+        else:
+            sums[at] = covector if present is None else present + covector
 
 
 @checked("trace_module")

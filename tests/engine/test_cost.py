@@ -99,7 +99,6 @@ def test_a_path_that_grows_takes_what_the_whole_takes(name: str, alone: bool) ->
             for step in path:
                 assert all(at is None or at in moving for at in step.inputs)
             assert reach.numbers == paths.numbers(path, is_diagonal=alone)
-            assert reach.multiplications == paths.multiplications(path, is_diagonal=alone)
             assert reach.level(place.at) == paths.level(place.at, path)
 
 

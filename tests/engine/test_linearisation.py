@@ -14,6 +14,7 @@ from meter import PeakBytes
 from operator_cases import EXACT, T, X, block, error, tokens
 from torch import Tensor, nn
 
+from hessiankit.curvature.dense import hessian
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.request.loss_trace import loss_trace
 from hessiankit.support.errors import InputError, TraceError
@@ -218,3 +219,28 @@ def held_bytes() -> int:
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.layout is torch.strided]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+PARTS = {
+    "steps": lambda h: [h[:, 0], h[:, 1], h[:, 3]],
+    "parts that overlap": lambda h: [h[:, :3], h[:, 1:], h[:, ::2], h[:, -1:]],
+    "parts and the whole": lambda h: [h[:, 0], h, h[:, 2:], torch.sin(h)],
+    "a part of a part": lambda h: [h[:, 1:][:, 0], h[:, 1:], h],
+    "one part": lambda h: [h[:, 1:3]],
+}
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_a_value_that_is_read_in_parts(name: str) -> None:
+    """Products with one vector and with several, the gradient, and the matrix by sweeps."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = x @ m.W
+        return sum(torch.tanh(k * part * m.v).sum((1, 2) if part.ndim == 3 else 1) for k, part in enumerate(PARTS[name](h), 1))
+
+    module, x, t = Formula(forward, W=(3, 2), v=(2,)), draw(2, 4, 3), draw(2, seed=2)
+    expected = reverse_over_reverse(module, x, t, mse)
+    operator, V = hessian_operator(module, x, t), draw(len(expected), 5, seed=3)
+    for product, reference in ((operator @ V, expected @ V), (operator @ V[:, 0], expected @ V[:, 0])):
+        assert (product - reference).abs().max() <= 1e-10 * reference.abs().max()
+    assert (hessian(module, x, t).matrix - expected).abs().max() <= 1e-10 * expected.abs().max()
