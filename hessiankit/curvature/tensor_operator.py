@@ -157,8 +157,9 @@ def by_all_processes(function: Callable[P, R]) -> Callable[P, R]:
         operator = args[0] if args else options.get(first)
         if not isinstance(operator, TensorOperator):
             return function(*args, **options)
-        plain = {name: x for name, x in options.items() if x is None or isinstance(x, (bool, int, float, str))}
-        with operator.same_call(function.__name__, **plain):
+        is_plain = {name: x is None or isinstance(x, (bool, int, float, str)) for name, x in options.items()}
+        compared = {name: x if is_plain[name] else type(x) for name, x in options.items()}
+        with operator.same_call(function.__name__, **compared):
             return function(*args, **options)
 
     return called

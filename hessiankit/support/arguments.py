@@ -137,15 +137,24 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
 """Names of torch's classes of sharded modules and parameters; to import the classes takes as long as torch itself."""
 
 
+def is_sharded(value: Any) -> bool:
+    """Tell whether the values of a module, or of tensors by name, are spread over processes."""
+    return any(_sharded_kind(part) for _, part in _parts(value))
+
+
+def _sharded_kind(x: Any) -> str | None:
+    return next((base.__name__ for base in type(x).__mro__ if base.__name__ in SHARDED), None)
+
+
 def check_whole(caller: str, value: Any) -> None:
     """Raise InputError for a module, or tensors by name, whose values are spread over processes or were freed by FSDP."""
     for name, part in _parts(value):
-        kind = next((base.__name__ for base in type(part).__mro__ if base.__name__ in SHARDED), None)
+        kind = _sharded_kind(part)
         if kind is not None or _is_freed(part):
             state = f"is sharded ({kind}), and only part" if kind else "was gathered by FSDP and freed, and none"
             raise InputError(
                 f"{caller}: {repr(name) if name else 'the module'} {state} of its values is here; use "
-                "hessiankit.training.distributed (hessian_operator for products, sharpness for block types), or pass a whole copy"
+                "hessiankit.training.distributed.hessian_operator for products, sharpness for block types, or pass a whole copy"
             )
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from meter import BytesAlive, PeakBytes
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import hessiankit as hk
 from hessiankit.training import distributed as hd
@@ -99,6 +100,12 @@ def some_cut(made: nn.Module) -> tuple[Part, ...]:
     return tuple(found)
 
 
+def over_ranks(made: nn.Module, data: Any, **options: Any) -> SharpnessReport:
+    """Measure on all ranks: of a sharded model the plain call does."""
+    is_spread = any(isinstance(p, DTensor) for p in made.parameters())
+    return hk.sharpness(made, data, **{"group": None if is_spread else dist.group.WORLD, **options})
+
+
 def own(report: SharpnessReport) -> dict[str, Any]:
     """Return a report without its time."""
     return {name: value for name, value in report.to_dict().items() if name != "seconds"}
@@ -126,11 +133,11 @@ def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
     replicas = sharded(free, mesh=mesh, ignored_params={free.final_norm.weight})
     found = {
-        "plain": own(hd.sharpness(plain, data, **options)),
-        "ddp": own(hd.sharpness(nn.parallel.DistributedDataParallel(model()), data, **options)),
-        "fsdp": own(hd.sharpness(spread, data, parts=some_cut(plain), **options)),
-        "hsdp": own(hd.sharpness(replicas, data, parts=some_cut(plain), **options)),
-        "numbers": own(hd.sharpness(model(), strided, numbers=range(rank, 7, size), **OPTIONS)),
+        "plain": own(over_ranks(plain, data, **options)),
+        "ddp": own(over_ranks(nn.parallel.DistributedDataParallel(model()), data, **options)),
+        "fsdp": own(over_ranks(spread, data, parts=some_cut(plain), **options)),
+        "hsdp": own(over_ranks(replicas, data, parts=some_cut(plain), **options)),
+        "numbers": own(over_ranks(model(), strided, numbers=range(rank, 7, size), **OPTIONS)),
     }
     kept = spread.embedding.W_E.grad
     found["gradients kept"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training
@@ -166,6 +173,8 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
         said = caught(partial(call, operator, **{name: there if last else here}))
         found["other options"].append([f"{name} is {here!r} on rank 0 and {there!r} on rank {size - 1}", said])
     found["one rank"] = mistakes_of_one_rank(operator, operator.gradient, rank, size)
+    P = torch.ones(operator.shape[0] - (rank == size - 1), dtype=torch.float64)
+    found["one rank"]["an option"] = caught(lambda: hk.spectrum(operator, k=2, preconditioner=P))
     return found
 
 
@@ -181,7 +190,6 @@ def mistakes_of_one_rank(operator: hk.HessianOperator, b: Tensor, rank: int, siz
     return {
         "the right-hand side": caught(lambda: operator.solve(b[: len(b) - last], damping=50.0)),
         "a function of the user's": caught(lambda: operator.solve(b, damping=50.0, preconditioner=preconditioner)),
-        "an option": caught(lambda: hk.spectrum(operator, k=2, preconditioner=[3] if last else None)),
     }
 
 
@@ -272,7 +280,7 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
         return nn.functional.cross_entropy(out.flatten(0, 1), t.flatten())
 
     def sharpness(made: nn.Module, its: Any = data, **options: Any) -> str:
-        return caught(lambda: hd.sharpness(made, its, **{**OPTIONS, "parts": model_parts(plain), **options}))
+        return caught(lambda: over_ranks(made, its, **{**OPTIONS, "parts": model_parts(plain), **options}))
 
     def operator(made: nn.Module, its: Any = pairs, **options: Any) -> str:
         return caught(lambda: hd.hessian_operator(made.eval(), its, **{"loss": "cross_entropy", **options}))
@@ -361,7 +369,7 @@ def fail(how: str) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         said = caught(lambda: operator @ operator.gradient)
         return {"said": said, "seconds": time.monotonic() - began}
-    said = caught(lambda: hd.sharpness(made if how == "stuck" else sharded(made), data, **options))
+    said = caught(lambda: over_ranks(made if how == "stuck" else sharded(made), data, **options))
     return {"said": said, "seconds": time.monotonic() - began}
 
 

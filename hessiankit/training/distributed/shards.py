@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hessiankit.engine.paged_parameters import PagedModel, PagedParameters, refill
 from hessiankit.support.errors import InputError
 from hessiankit.support.inner_products import Vectors
-from hessiankit.training.distributed.ranks import Ranks
+from hessiankit.training.fsdp import check_layout
+from hessiankit.training.ranks import Ranks
 
 
 class ShardedModel(PagedModel):
@@ -161,19 +162,6 @@ class Pieces(Vectors):
 
 DRAWN = 2**20
 """Entries drawn at once: 8 MiB. A multiple of 16, as many as torch draws together on a CPU: parts are drawn as the whole is."""
-
-
-def check_layout(ranks: Ranks, name: str, p: Tensor) -> None:
-    """Refuse parameters that are not spread by ``fully_shard`` over all ranks, with or without replicas."""
-    if not isinstance(p, DTensor):
-        raise InputError(f"{ranks.who}: {name!r} is not sharded, while others are; shard the whole model, without ignored_params")
-    kinds = [type(placement) for placement in p.placements]
-    if not set(kinds) <= {Shard, Replicate} or kinds.count(Shard) != 1 or p.device_mesh.size() != ranks.size:
-        raise InputError(
-            f"{ranks.who}: {name!r} is laid out as {p.placements} over {p.device_mesh.size()} of {ranks.size} ranks; expected "
-            "fully_shard over all ranks of the group, with or without replicas; tensor, pipeline and expert parallelism are not "
-            "supported"
-        )
 
 
 class Bucket:
