@@ -125,7 +125,7 @@ class TensorOperator(LinearOperator):
             raise InputError(f"{self._name}: the vectors are {vectors.dtype}; expected {self.torch_dtype}: convert them")
         if vectors.device != self.device:
             raise InputError(f"{self._name}: the vectors are on {vectors.device}, the operator on {self.device}; move them")
-        if not vectors.numel():
+        if not (vectors.numel() or self.of_pieces):
             return vectors.new_zeros(self.shape[0], *vectors.shape[1:])
         if vectors.ndim == 1:
             return self._rows(vectors.detach().unsqueeze(0))[0]

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hessiankit as hk
+from hessiankit.request.state import HASH_WORDS
 from hessiankit.training import distributed as hd
 from hessiankit.training.partition import Part, model_parts
 from hessiankit.training.sharpness import SharpnessReport
@@ -139,9 +141,42 @@ def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
         "hsdp": own(over_ranks(replicas, data, parts=some_cut(plain), **options)),
         "numbers": own(over_ranks(model(), strided, numbers=range(rank, 7, size), **OPTIONS)),
     }
+    found["monitor"] = monitored(rank, size)
     kept = spread.embedding.W_E.grad
     found["gradients kept"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training
     return found
+
+
+def monitored(rank: int, size: int) -> dict[str, Any]:
+    """Follow two steps of training of a sharded model; return the lines of the file, and what cannot be measured."""
+    tokens, labels = share(rank, size)
+    made = sharded(model())
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    with tempfile.TemporaryDirectory() as own_folder:
+        (folder,) = common([own_folder] if rank == 0 else [])
+        what = {"norms": {}, "sharpness": {"draws": DRAWS}}
+        data, path = (tokens, labels) if len(tokens) else [], f"{folder}/run.jsonl"
+        monitor = hk.Monitor(made, data, path, every=1, what=what, parts=model_parts(model()))
+        records = []
+        for step in range(3):
+            records.append(monitor.step(step))
+            made(sequences()[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        lines = hk.Monitor.read(path).records
+        said = caught(lambda: hk.Monitor(made, data, f"{folder}/other.jsonl", what=["eigenvalue"]))
+        dist.barrier()
+    for record in (*records, *lines):
+        del record["seconds"]
+    return {"records": records, "lines": json.loads(json.dumps(lines)), "refused": said}
+
+
+def common(folders: list[str]) -> list[str]:
+    """Return the folder of rank 0 on all ranks."""
+    values = [folders or None]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def operator_cases(rank: int, size: int) -> dict[str, Any]:
@@ -200,8 +235,8 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
 
     replicas = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
-    def spread(name: str, **options: Any) -> nn.Module:
-        made = sharded_models.MODELS[name]()
+    def spread(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+        made = sharded_models.MODELS[name]().to(dtype)
         for layer in sharded_models.layers(made):
             fully_shard(layer, **options)
         return fully_shard(made, **options)
@@ -224,6 +259,12 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
             of_case |= {"eigenvalues": top.eigenvalues.tolist(), "solution": whole(solution.x)}
             of_case |= {"trace": top.trace.value, "rank": top.effective_rank.value}
             of_case["estimates"] = [sharded_models.numbers(one) for one in (sketch, means)]
+    made = spread("tied", torch.bfloat16)
+    half = hd.hessian_operator(made, sharded_models.share(rank, size), loss="cross_entropy")
+    narrow = dict(made.named_parameters())
+    drawn = sharded_models.vector({n: tuple(p.shape) for n, p in narrow.items()})
+    v = {n: distribute_tensor(drawn[n].float(), p.device_mesh, p.placements) for n, p in narrow.items()}
+    found["half precision"] = whole(half @ v)
     found["one rank"] = mistakes_of_one_rank(operator, operator.gradient, rank, size)
     found["one rank"]["a vector"] = caught(lambda: operator @ operator.gradient[rank // (size - 1) :])
     refused = (lambda: 2 * operator, operator.to_matrix, lambda: operator.approximation("kfac"))
@@ -258,7 +299,8 @@ def memory_cases(rank: int, size: int) -> dict[str, float]:
     v, marked = operator.gradient, alive.marked
     with PeakBytes(*pieces, v) as alive:
         _ = operator @ v
-    return {"set-up": (marked - whole / size) / layer, "product": (alive.marked - 3 * whole / size) / layer}
+    hashes = 8 * HASH_WORDS  # which change with no model
+    return {"set-up": (marked - whole / size) / layer, "product": (alive.marked - hashes - 3 * whole / size) / layer}
 
 
 def error_cases(rank: int, size: int) -> dict[str, Any]:
@@ -343,8 +385,8 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
 def fail(how: str) -> dict[str, Any]:
     """Lose one rank in the middle of a measurement.
 
-    ``"first"`` is killed, ``"stuck"``, the last one, stands still; ``"tokens"``: the last one's forward pass fails; ``"product"``:
-    the last one is killed before a product of a sharded model.
+    ``"first"`` is killed, ``"stuck"``, the last one, stands still; ``"tokens"``: the last one's forward pass fails; ``"product"``
+    and ``"set-up"``: the last one is killed before a product of a sharded model, and in a layer while one is made.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     victim = 0 if how == "first" else size - 1
@@ -362,6 +404,10 @@ def fail(how: str) -> dict[str, Any]:
     tokens, labels = share(rank, size)
     data = (tokens + 100 * (how == "tokens" and rank == victim), labels)
     began = time.monotonic()
+    if how == "set-up":
+        made.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if rank == victim else None)
+        said = caught(lambda: hd.hessian_operator(sharded(made).eval(), [share(rank, size)], loss="cross_entropy"))
+        return {"said": said, "seconds": time.monotonic() - began}
     if how == "product":
         operator = hd.hessian_operator(sharded(made).eval(), [share(rank, size)], loss="cross_entropy")
         began = time.monotonic()

@@ -79,12 +79,16 @@ class DistributedOperator(HessianOperator):
             yield
 
     def _product(self, vectors: Tensor) -> Tensor:
+        if not isinstance(holding(), Copies):
+            remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
+            self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
+        return super()._product(vectors)
+
+    def _rows(self, rows: Tensor) -> Tensor:
         if isinstance(held := holding(), Copies):
             held.ranks.proceed()
-            return super()._product(self.ranks.broadcast(vectors.cpu()).to(vectors.device))
-        remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
-        self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
-        return super()._product(vectors)
+            rows = self.ranks.broadcast(rows.cpu()).to(rows.device)
+        return super()._rows(rows)
 
 
 class Copies(Vectors):

@@ -83,16 +83,35 @@ class ShardedModel(PagedModel):
 
     def take(self, names: Iterable[str], wanted: Container[str]) -> None:
         """Gather parameters, which all ranks do together, and keep those that are wanted here."""
-        names = sorted(names)
-        for name, value in zip(names, self.gathered(names, [self.pieces[n].unsqueeze(0) for n in names]), strict=True):
-            if name in wanted:
-                self.fill(name, value[0])
+        for group in self._groups(sorted(names)):
+            for name, value in zip(group, self.gathered(group, [self.pieces[n].unsqueeze(0) for n in group]), strict=True):
+                if name in wanted:
+                    self.fill(name, value[0])
 
     def gathered(self, names: Sequence[str], pieces: Sequence[Tensor]) -> list[Tensor]:
-        return Bucket(self.ranks, [self.shards[name] for name in names]).gather(pieces)
+        rest, whole = iter(pieces), list[Tensor]()
+        for group in self._groups(names):
+            whole += Bucket(self.ranks, [self.shards[name] for name in group]).gather([next(rest) for _ in group])
+        return whole
 
     def scattered(self, names: Sequence[str], terms: list[Tensor]) -> list[Tensor]:
-        return Bucket(self.ranks, [self.shards[name] for name in names]).scatter(terms)
+        pieces = list[Tensor]()
+        for group in self._groups(names):
+            of_group = [terms.pop(0) for _ in group]
+            pieces += Bucket(self.ranks, [self.shards[name] for name in group]).scatter(of_group)
+        return pieces
+
+    def _groups(self, names: Sequence[str]) -> list[list[str]]:
+        """Return names in groups that one collective moves, none larger than the largest parameter, which needs a copy anyway."""
+        sizes = {name: self.shards[name].numel() for name in names}
+        groups, room = list[list[str]](), 0
+        for name, size in sizes.items():
+            if size > room:
+                groups.append([])
+                room = max(sizes.values())
+            groups[-1].append(name)
+            room -= size
+        return groups
 
 
 class ReadingRanks(Ranks):

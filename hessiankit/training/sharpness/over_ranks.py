@@ -30,7 +30,7 @@ from hessiankit.support.containers import map_tensors, named_tensors, samples
 from hessiankit.support.errors import InputError
 from hessiankit.training.fsdp import check_layout, gradients_aside, reshard, unwrapped
 from hessiankit.training.ranks import Ranks, check_same_function, check_same_tensors, check_versions, common
-from hessiankit.training.sharpness.batches import MicroBatch, check_devices, evaluating, forward
+from hessiankit.training.sharpness.batches import BatchedLoss, MicroBatch, check_devices, evaluating, forward
 from hessiankit.training.sharpness.options import WHO, MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.training.sharpness.probe import probe
 from hessiankit.training.sharpness.replicate import (
@@ -141,11 +141,8 @@ class ShardedPasses(Passes):
         descriptions = {f"part {k}": (part.name, part.type, part.layer) for k, part in enumerate(self.parts.parts)}
         ranks.agree(**{"the number of parts": len(descriptions)}, **descriptions)
         ranks.together(lambda: _check_sharding(ranks, model, self.parts))
-        spare = common(ranks, [one.part(slice(0, 1)).on(torch.device("cpu")) for one in batches[:1]])
-        if spare is None:
-            raise InputError(f"{WHO}: no rank holds data; pass data on one of them at least")
-        self.steps = max(ranks.gather(len(batches)))
-        self._spare, self._clear = spare.on(next(model.parameters()).device), lambda: None
+        self.steps, self._spare = _steps(ranks, model, batches)
+        self._clear: Callable[[], None] = lambda: None
 
     def whole(self, x: Tensor) -> Tensor:
         return self.ranks.whole(x)
@@ -198,6 +195,32 @@ class ShardedPasses(Passes):
         replicates = super().result(sums, masks, start)
         entries = _Gathered(self.ranks, sums.entries)  # which are gathered when they are read
         return replace(replicates, entries=entries, seconds=max(self.ranks.gather(replicates.seconds)))
+
+
+def _steps(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch]:
+    """Return the number of steps, and a sequence for ranks that have fewer."""
+    spare = common(ranks, [one.part(slice(0, 1)).on(torch.device("cpu")) for one in batches[:1]])
+    if spare is None:
+        raise InputError(f"{ranks.who}: no rank holds data; pass data on one of them at least")
+    return max(ranks.gather(len(batches))), spare.on(next(model.parameters()).device)
+
+
+@torch.no_grad()
+def loss_of_ranks(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBatch]) -> float:
+    """Return the mean cross entropy of a model that ``fully_shard`` has spread, over the labels of all ranks that count."""
+    steps, spare = _steps(ranks, model, batches)
+    local, sums = BatchedLoss(ranks.who, model, ()), torch.zeros(2, dtype=torch.float64, device="cpu")
+    with evaluating(model):
+        for k in range(steps):
+            with ranks.exchange():
+                out = forward(model, batches[k] if k < len(batches) else spare, ranks.who)
+            if k < len(batches):
+                target = local.target(batches[k], out)
+                of_batch = [float(local.summed(out.double(), target)), local.count(target)]
+                sums += torch.tensor(of_batch, dtype=torch.float64, device="cpu")
+    reshard(model)
+    total, terms = ranks.sum(sums).tolist()
+    return total / terms
 
 
 class _Gathered(Mapping[str, Tensor]):
