@@ -208,7 +208,7 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
         return Any if annotation is inspect.Parameter.empty else annotation
     try:
         return eval(annotation, {**vars(abc), "os": os, **names})
-    except NameError:
+    except (NameError, AttributeError):  # or of a class that this build of torch lacks
         return Any
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from distributed_worker import model, sequences
+from distributed_worker import MICRO_BATCH, OPTIONS, model, own, sequences
 from torch import nn
 
 import hessiankit as hk
@@ -12,8 +15,40 @@ from hessiankit.support.errors import InputError
 from hessiankit.training import distributed as hd
 from hessiankit.training.digest import digest
 from hessiankit.training.ranks import Ranks
+from hessiankit.training.sharpness import SharpnessReport, report_of, sharpness
+from hessiankit.training.sharpness.options import SharpnessOptions
+from hessiankit.training.sharpness.over_ranks import replicates_of_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+def over_ranks(made: nn.Module, data: Any, target: Any = None, **options: Any) -> SharpnessReport:
+    """Measure by all processes of the program, which are this one."""
+    return report_of(replicates_of_ranks(made, data, target, partial(SharpnessOptions, **options), None))
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model()
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.model(input_ids)
+
+
+def test_one_process_measures_what_sharpness_measures() -> None:
+    tokens, labels = sequences()
+    block, x = hk.TransformerBlock(4, 3).double(), torch.arange(24, dtype=torch.float64).reshape(2, 3, 4).sin()
+    target = torch.full_like(x, -100.0)  # a number like others, where nothing is a label
+    pairs = list(zip(tokens.split(MICRO_BATCH), labels.split(MICRO_BATCH), strict=True))
+    for made, data, options in (
+        (model(), (tokens, labels), {}),
+        (model(), pairs, {}),
+        (Logits(), {"input_ids": tokens, "labels": tokens}, {"micro_batch": MICRO_BATCH}),
+        (block, (x, target), {"loss": "mse"}),
+    ):
+        expected = own(sharpness(made, data, **options, **OPTIONS))
+        assert own(over_ranks(made, iter(data) if data is pairs else data, **options, **OPTIONS)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -59,6 +94,8 @@ def test_weights_of_losses_that_are_not_known() -> None:
 
 
 def test_other_mistakes() -> None:
+    with pytest.raises(InputError, match="no rank holds a label that counts"):
+        over_ranks(model(), [], **OPTIONS)
     with pytest.raises(InputError, match="no rank holds a batch that counts"):
         hd.hessian_operator(model(), [], loss="cross_entropy")
     with pytest.raises(InputError, match="k=7, and"):

@@ -143,6 +143,8 @@ class Monitor:
         check_name(WHO, "on_error", on_error, ON_ERROR)
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         self._ranks = ranks_of(self._model)
+        if self._ranks is None:
+            check_whole(WHO, self._model)
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(self._model, data) if self._ranks is None else self._ranks.batches(data)
         if parts is None and self._ranks is None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
@@ -45,7 +46,7 @@ def sharpness(
     progress: Tell | None = None,
     exact: bool = False,
     preconditioner: Any = None,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> SharpnessReport:
     r"""Return the average sharpness S = Tr h / # of each block type, eq. (3)-(4) of The Sharpness Disparity Principle.
 
