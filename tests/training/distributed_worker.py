@@ -166,10 +166,13 @@ def monitored(rank: int, size: int) -> dict[str, Any]:
         dist.barrier()
         lines = hk.Monitor.read(path).records
         said = caught(lambda: hk.Monitor(made, data, f"{folder}/other.jsonl", what=["eigenvalue"]))
+        own_section = {"mine": lambda *_: 1 / (size - 1 - rank)}
+        failing = hk.Monitor(made, data, f"{folder}/failing.jsonl", what=["norms"], own=own_section)
+        failure = caught(lambda: failing.step(0))
         dist.barrier()
     for record in (*records, *lines):
         del record["seconds"]
-    return {"records": records, "lines": json.loads(json.dumps(lines)), "refused": said}
+    return {"records": records, "lines": json.loads(json.dumps(lines)), "refused": said, "failure": failure}
 
 
 def common(folders: list[str]) -> list[str]:
@@ -263,8 +266,8 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
     half = hd.hessian_operator(made, sharded_models.share(rank, size), loss="cross_entropy")
     narrow = dict(made.named_parameters())
     drawn = sharded_models.vector({n: tuple(p.shape) for n, p in narrow.items()})
-    v = {n: distribute_tensor(drawn[n].float(), p.device_mesh, p.placements) for n, p in narrow.items()}
-    found["half precision"] = whole(half @ v)
+    direction = {n: distribute_tensor(drawn[n].float(), p.device_mesh, p.placements) for n, p in narrow.items()}
+    found["half precision"] = whole(half @ direction)
     found["one rank"] = mistakes_of_one_rank(operator, operator.gradient, rank, size)
     found["one rank"]["a vector"] = caught(lambda: operator @ operator.gradient[rank // (size - 1) :])
     refused = (lambda: 2 * operator, operator.to_matrix, lambda: operator.approximation("kfac"))

@@ -143,6 +143,8 @@ def test_a_monitor_of_a_sharded_model_measures_what_one_process_does(found: dict
         optimizer.zero_grad()
     assert seen["lines"] == seen["records"]
     assert "'eigenvalue' is measured of whole models, and this one is sharded" in seen["refused"]
+    assert "mine at step 0 failed: RankError: monitor: on rank" in seen["failure"]
+    assert "ZeroDivisionError" in seen["failure"]
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])

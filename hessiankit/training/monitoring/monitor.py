@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -259,8 +260,9 @@ class Monitor:
             for name, section in self._sections.items():
                 start = time.perf_counter()
                 try:
-                    batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
-                    record[name] = section(batches, step)
+                    with nullcontext() if self._ranks is None else self._ranks.in_step():
+                        batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
+                        record[name] = section(batches, step)
                 except Exception as error:
                     failures[name] = error
                 seconds[name] = round(time.perf_counter() - start, 4)
