@@ -1,4 +1,4 @@
-"""Models that fully_shard spreads over ranks in the tests: tied, with grouped queries, with experts, with adapters."""
+"""Models in parts: tied, with grouped queries, with experts, with fewer rows than ranks, with adapters."""
 
 from __future__ import annotations
 
@@ -25,10 +25,30 @@ def mixtral() -> nn.Module:
     return hf.MixtralForCausalLM(config).double()
 
 
+class FewRows(nn.Module):
+    """Two maps of two rows each: of four ranks two hold nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2)).double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.stack([tokens.double().sin(), tokens.double().cos()], -1)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x @ torch.linspace(-1, 1, 14, dtype=torch.float64).view(2, 7)
+
+
+def few_rows() -> nn.Module:
+    torch.manual_seed(0)
+    return FewRows()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: peft_cases.moved(peft_cases.gpt2()),
     "grouped queries": lambda: InDouble(peft_cases.moved(peft_cases.llama(num_hidden_layers=2))),
     "experts": lambda: InDouble(peft_cases.moved(mixtral())),
+    "few rows": few_rows,
     "adapters": lambda: peft_cases.lora(peft_cases.gpt2(), "c_attn", "c_proj"),
 }
 KINDS = [*((name, "hessian") for name in MODELS), *(("tied", kind) for kind in ("ggn", "fisher-empirical"))]

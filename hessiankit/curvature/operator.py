@@ -320,6 +320,8 @@ class HessianOperator(SymmetricOperator):
             _ = self.symmetry_error
 
     def _check_finite(self, rows: Tensor, products: Tensor) -> None:
+        if not products.numel():  # of a process that holds no entry
+            return
         if not bool(torch.isfinite(torch.stack(torch.aminmax(products))).all()) and bool(torch.isfinite(rows).all()):
             place = self._origin()
             named = f": the operation {place}" if place else ""

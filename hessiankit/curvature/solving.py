@@ -355,7 +355,7 @@ def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol:
         B = b if isinstance(b, Tensor) else torch.as_tensor(b, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"solve: b is a {type(b).__name__}; expected a vector ({size},) or columns ({size}, k)") from error
-    if B.ndim not in (1, 2) or B.shape[0] != size or not B.numel():
+    if B.ndim not in (1, 2) or B.shape[0] != size or not (B.numel() or operator.of_pieces):
         raise InputError(f"solve: b has shape {tuple(B.shape)}; expected a vector ({size},) or columns ({size}, k)")
     if not B.is_floating_point() or not bool(torch.isfinite(B).all()):
         seen = "NaN or infinite entries" if B.is_floating_point() else f"dtype {B.dtype}"

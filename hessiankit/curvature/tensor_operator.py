@@ -125,7 +125,7 @@ class TensorOperator(LinearOperator):
             raise InputError(f"{self._name}: the vectors are {vectors.dtype}; expected {self.torch_dtype}: convert them")
         if vectors.device != self.device:
             raise InputError(f"{self._name}: the vectors are on {vectors.device}, the operator on {self.device}; move them")
-        if not vectors.numel():
+        if not (vectors.numel() or self.of_pieces):
             return vectors.new_zeros(self.shape[0], *vectors.shape[1:])
         if vectors.ndim == 1:
             return self._rows(vectors.detach().unsqueeze(0))[0]
@@ -157,8 +157,9 @@ def by_all_processes(function: Callable[P, R]) -> Callable[P, R]:
         operator = args[0] if args else options.get(first)
         if not isinstance(operator, TensorOperator):
             return function(*args, **options)
-        plain = {name: x for name, x in options.items() if x is None or isinstance(x, (bool, int, float, str))}
-        with operator.same_call(function.__name__, **plain):
+        is_plain = {name: x is None or isinstance(x, (bool, int, float, str)) for name, x in options.items()}
+        compared = {name: x if is_plain[name] else type(x) for name, x in options.items()}
+        with operator.same_call(function.__name__, **compared):
             return function(*args, **options)
 
     return called

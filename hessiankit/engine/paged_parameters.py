@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -243,6 +244,18 @@ class PagedState(ModuleState):
         yield from super().changed((name, x) for name, x in tensors if name not in self._model.whole)
 
 
+class _LateSum(CovectorSum):
+    """A sum whose memory is there from its first term on, while the directions of other parameters are brought."""
+
+    def __init__(self, like: Tensor, count: int) -> None:
+        self._like, self._count, self.empty = like, count, True
+
+    @cached_property
+    def memory(self) -> Tensor:  # type: ignore[override]
+        """The sum."""
+        return self._like.new_empty(self._count, *self._like.shape)
+
+
 class PagedParameters(ParameterMemory):
     """Memory of parameters that are brought for the segments that read them; vectors are rows of the pieces.
 
@@ -292,7 +305,7 @@ class PagedParameters(ParameterMemory):
         @contextmanager
         def opened(k: int) -> Iterator[Mapping[int, CovectorSum]]:
             names = self._moving(k)
-            sums = {at: CovectorSum(self.values[at].new_empty(len(rows), *self.values[at].shape)) for at in names}
+            sums: dict[int, CovectorSum] = {at: _LateSum(self.values[at], len(rows)) for at in names}
             yield sums
             terms = [sums.pop(at).close().to(rows.dtype).mul_(self._weight) for at in names]
             for at, total in zip(names, self._model.scattered(list(names.values()), terms), strict=True):

@@ -137,6 +137,11 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
 """Names of torch's classes of sharded modules and parameters; to import the classes takes as long as torch itself."""
 
 
+def is_sharded(value: Any) -> bool:
+    """Tell whether the values of a module, or of tensors by name, are spread over processes."""
+    return any(_traits(type(part))[0] for _, _, part in _parts(value))  # type: ignore[arg-type]
+
+
 def check_whole(caller: str, value: Any) -> None:
     """Raise InputError for a module, or tensors by name, whose values are spread over processes or were freed by FSDP."""
     for prefix, key, part in _parts(value):
@@ -146,7 +151,7 @@ def check_whole(caller: str, value: Any) -> None:
             state = f"is sharded ({kind}), and only part" if kind else "was gathered by FSDP and freed, and none"
             raise InputError(
                 f"{caller}: {repr(name) if name else 'the module'} {state} of its values is here; use "
-                "hessiankit.training.distributed (hessian_operator for products, sharpness for block types), or pass a whole copy"
+                "hessiankit.training.distributed.hessian_operator for products, sharpness for block types, or pass a whole copy"
             )
 
 
@@ -205,7 +210,7 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
         return Any if annotation is inspect.Parameter.empty else annotation
     try:
         return eval(annotation, {**vars(abc), "os": os, **names})
-    except NameError:
+    except (NameError, AttributeError):  # or of a class that this build of torch lacks
         return Any
 
 

@@ -24,7 +24,8 @@ def twice(model: nn.Module, v: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return H v by two reverse passes of torch."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     with sdpa_kernel(SDPBackend.MATH):
-        loss = F.cross_entropy(model(TOKENS).logits.flatten(0, 1), LABELS.flatten())
+        out = model(TOKENS)
+        loss = F.cross_entropy(getattr(out, "logits", out).flatten(0, 1), LABELS.flatten())
         slopes = torch.autograd.grad(loss, parameters, create_graph=True)
         products = torch.autograd.grad(slopes, parameters, list(v.values()))
     return dict(zip(v, products, strict=True))

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -26,8 +27,10 @@ import torch
 import torch.distributed as dist
 from meter import BytesAlive, PeakBytes
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import hessiankit as hk
+from hessiankit.request.state import HASH_WORDS
 from hessiankit.training import distributed as hd
 from hessiankit.training.partition import Part, model_parts
 from hessiankit.training.sharpness import SharpnessReport
@@ -99,6 +102,12 @@ def some_cut(made: nn.Module) -> tuple[Part, ...]:
     return tuple(found)
 
 
+def over_ranks(made: nn.Module, data: Any, **options: Any) -> SharpnessReport:
+    """Measure on all ranks: of a sharded model the plain call does."""
+    is_spread = any(isinstance(p, DTensor) for p in made.parameters())
+    return hk.sharpness(made, data, **{"group": None if is_spread else dist.group.WORLD, **options})
+
+
 def own(report: SharpnessReport) -> dict[str, Any]:
     """Return a report without its time."""
     return {name: value for name, value in report.to_dict().items() if name != "seconds"}
@@ -126,15 +135,51 @@ def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
     replicas = sharded(free, mesh=mesh, ignored_params={free.final_norm.weight})
     found = {
-        "plain": own(hd.sharpness(plain, data, **options)),
-        "ddp": own(hd.sharpness(nn.parallel.DistributedDataParallel(model()), data, **options)),
-        "fsdp": own(hd.sharpness(spread, data, parts=some_cut(plain), **options)),
-        "hsdp": own(hd.sharpness(replicas, data, parts=some_cut(plain), **options)),
-        "numbers": own(hd.sharpness(model(), strided, numbers=range(rank, 7, size), **OPTIONS)),
+        "plain": own(over_ranks(plain, data, **options)),
+        "ddp": own(over_ranks(nn.parallel.DistributedDataParallel(model()), data, **options)),
+        "fsdp": own(over_ranks(spread, data, parts=some_cut(plain), **options)),
+        "hsdp": own(over_ranks(replicas, data, parts=some_cut(plain), **options)),
+        "numbers": own(over_ranks(model(), strided, numbers=range(rank, 7, size), **OPTIONS)),
     }
+    found["monitor"] = monitored(rank, size)
     kept = spread.embedding.W_E.grad
     found["gradients kept"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training
     return found
+
+
+def monitored(rank: int, size: int) -> dict[str, Any]:
+    """Follow two steps of training of a sharded model; return the lines of the file, and what cannot be measured."""
+    tokens, labels = share(rank, size)
+    made = sharded(model())
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    with tempfile.TemporaryDirectory() as own_folder:
+        (folder,) = common([own_folder] if rank == 0 else [])
+        what = {"norms": {}, "sharpness": {"draws": DRAWS}}
+        data, path = (tokens, labels) if len(tokens) else [], f"{folder}/run.jsonl"
+        monitor = hk.Monitor(made, data, path, every=1, what=what, parts=model_parts(model()))
+        records = []
+        for step in range(3):
+            records.append(monitor.step(step))
+            made(sequences()[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        lines = hk.Monitor.read(path).records
+        said = caught(lambda: hk.Monitor(made, data, f"{folder}/other.jsonl", what=["eigenvalue"]))
+        own_section = {"mine": lambda *_: 1 / (size - 1 - rank)}
+        failing = hk.Monitor(made, data, f"{folder}/failing.jsonl", what=["norms"], own=own_section)
+        failure = caught(lambda: failing.step(0))
+        dist.barrier()
+    for record in (*records, *lines):
+        del record["seconds"]
+    return {"records": records, "lines": json.loads(json.dumps(lines)), "refused": said, "failure": failure}
+
+
+def common(folders: list[str]) -> list[str]:
+    """Return the folder of rank 0 on all ranks."""
+    values = [folders or None]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def operator_cases(rank: int, size: int) -> dict[str, Any]:
@@ -166,6 +211,8 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
         said = caught(partial(call, operator, **{name: there if last else here}))
         found["other options"].append([f"{name} is {here!r} on rank 0 and {there!r} on rank {size - 1}", said])
     found["one rank"] = mistakes_of_one_rank(operator, operator.gradient, rank, size)
+    P = torch.ones(operator.shape[0] - (rank == size - 1), dtype=torch.float64)
+    found["one rank"]["an option"] = caught(lambda: hk.spectrum(operator, k=2, preconditioner=P))
     return found
 
 
@@ -181,7 +228,6 @@ def mistakes_of_one_rank(operator: hk.HessianOperator, b: Tensor, rank: int, siz
     return {
         "the right-hand side": caught(lambda: operator.solve(b[: len(b) - last], damping=50.0)),
         "a function of the user's": caught(lambda: operator.solve(b, damping=50.0, preconditioner=preconditioner)),
-        "an option": caught(lambda: hk.spectrum(operator, k=2, preconditioner=[3] if last else None)),
     }
 
 
@@ -192,8 +238,8 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
 
     replicas = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
-    def spread(name: str, **options: Any) -> nn.Module:
-        made = sharded_models.MODELS[name]()
+    def spread(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+        made = sharded_models.MODELS[name]().to(dtype)
         for layer in sharded_models.layers(made):
             fully_shard(layer, **options)
         return fully_shard(made, **options)
@@ -216,6 +262,12 @@ def sharded_cases(rank: int, size: int) -> dict[str, Any]:
             of_case |= {"eigenvalues": top.eigenvalues.tolist(), "solution": whole(solution.x)}
             of_case |= {"trace": top.trace.value, "rank": top.effective_rank.value}
             of_case["estimates"] = [sharded_models.numbers(one) for one in (sketch, means)]
+    made = spread("tied", torch.bfloat16)
+    half = hd.hessian_operator(made, sharded_models.share(rank, size), loss="cross_entropy")
+    narrow = dict(made.named_parameters())
+    drawn = sharded_models.vector({n: tuple(p.shape) for n, p in narrow.items()})
+    direction = {n: distribute_tensor(drawn[n].float(), p.device_mesh, p.placements) for n, p in narrow.items()}
+    found["half precision"] = whole(half @ direction)
     found["one rank"] = mistakes_of_one_rank(operator, operator.gradient, rank, size)
     found["one rank"]["a vector"] = caught(lambda: operator @ operator.gradient[rank // (size - 1) :])
     refused = (lambda: 2 * operator, operator.to_matrix, lambda: operator.approximation("kfac"))
@@ -250,7 +302,8 @@ def memory_cases(rank: int, size: int) -> dict[str, float]:
     v, marked = operator.gradient, alive.marked
     with PeakBytes(*pieces, v) as alive:
         _ = operator @ v
-    return {"set-up": (marked - whole / size) / layer, "product": (alive.marked - 3 * whole / size) / layer}
+    hashes = 8 * HASH_WORDS  # which change with no model
+    return {"set-up": (marked - whole / size) / layer, "product": (alive.marked - hashes - 3 * whole / size) / layer}
 
 
 def error_cases(rank: int, size: int) -> dict[str, Any]:
@@ -272,7 +325,7 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
         return nn.functional.cross_entropy(out.flatten(0, 1), t.flatten())
 
     def sharpness(made: nn.Module, its: Any = data, **options: Any) -> str:
-        return caught(lambda: hd.sharpness(made, its, **{**OPTIONS, "parts": model_parts(plain), **options}))
+        return caught(lambda: over_ranks(made, its, **{**OPTIONS, "parts": model_parts(plain), **options}))
 
     def operator(made: nn.Module, its: Any = pairs, **options: Any) -> str:
         return caught(lambda: hd.hessian_operator(made.eval(), its, **{"loss": "cross_entropy", **options}))
@@ -335,8 +388,8 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
 def fail(how: str) -> dict[str, Any]:
     """Lose one rank in the middle of a measurement.
 
-    ``"first"`` is killed, ``"stuck"``, the last one, stands still; ``"tokens"``: the last one's forward pass fails; ``"product"``:
-    the last one is killed before a product of a sharded model.
+    ``"first"`` is killed, ``"stuck"``, the last one, stands still; ``"tokens"``: the last one's forward pass fails; ``"product"``
+    and ``"set-up"``: the last one is killed before a product of a sharded model, and in a layer while one is made.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     victim = 0 if how == "first" else size - 1
@@ -354,6 +407,10 @@ def fail(how: str) -> dict[str, Any]:
     tokens, labels = share(rank, size)
     data = (tokens + 100 * (how == "tokens" and rank == victim), labels)
     began = time.monotonic()
+    if how == "set-up":
+        made.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if rank == victim else None)
+        said = caught(lambda: hd.hessian_operator(sharded(made).eval(), [share(rank, size)], loss="cross_entropy"))
+        return {"said": said, "seconds": time.monotonic() - began}
     if how == "product":
         operator = hd.hessian_operator(sharded(made).eval(), [share(rank, size)], loss="cross_entropy")
         began = time.monotonic()
@@ -361,7 +418,7 @@ def fail(how: str) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         said = caught(lambda: operator @ operator.gradient)
         return {"said": said, "seconds": time.monotonic() - began}
-    said = caught(lambda: hd.sharpness(made if how == "stuck" else sharded(made), data, **options))
+    said = caught(lambda: over_ranks(made if how == "stuck" else sharded(made), data, **options))
     return {"said": said, "seconds": time.monotonic() - began}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from hessiankit.training.sharpness import sharpness
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-12
-SIZE = 4  # one rank holds nothing, and a mesh has two axes
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")]
 
@@ -32,34 +32,43 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-LOST = {"first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0), "product": (0, 0.0)}
+LOST = {"first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0), "set-up": (0, 0.0), "product": (0, 0.0)}
 """Way -> the rank that is left, and how many seconds it waits at least."""
 
 
-@pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(folder: Path, size: int, *ways: str) -> dict[str, Any]:
     """Return what every rank of every way that was not lost has measured; see distributed_worker."""
     if not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("fully_shard of this torch (2.6) needs a GPU")
-    folder, ways = tmp_path_factory.mktemp("distributed"), ["all", *LOST]
-    run("-W", "ignore", str(ROOT / "tests" / "training" / "distributed_worker.py"), str(folder), str(SIZE), *ways)
+    run("-W", "ignore", str(ROOT / "tests" / "training" / "distributed_worker.py"), str(folder), str(size), *ways)
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
+@pytest.fixture(scope="module", params=[2, 4])
+def size(request: pytest.FixtureRequest) -> int:
+    """Return the number of ranks: of four one holds no data, and a mesh has two axes."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def found(by_rank: dict[str, Any]) -> dict[str, Any]:
+def by_rank(size: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory.mktemp("distributed"), size, "all")
+
+
+@pytest.fixture(scope="module")
+def found(by_rank: dict[str, Any], size: int) -> dict[str, Any]:
     """Return what rank 0 found; the others found the same bits."""
     everywhere = {name: one for name, one in by_rank.items() if name.startswith("all-")}
-    assert len(everywhere) == SIZE
+    assert len(everywhere) == size
     own = [{name: value for name, value in one.items() if name != "memory"} for one in everywhere.values()]
     assert all(one == own[0] for one in own)
     return everywhere["all-0"]
 
 
-def micro_batches() -> list[list[tuple[int, ...]]]:
+def micro_batches(size: int) -> list[list[tuple[int, ...]]]:
     """Return the numbers of the sequences in each rank's micro-batches."""
     made, first = [], 0
-    for held in worker.SHARES[SIZE]:
+    for held in worker.SHARES[size]:
         own = range(first, first + held)
         made.append([tuple(own[k : k + worker.MICRO_BATCH]) for k in range(0, held, worker.MICRO_BATCH)])
         first += held
@@ -74,28 +83,32 @@ def one_process(groups: list[tuple[int, ...]], *, made: torch.nn.Module, **optio
     return worker.own(sharpness(made, data, numbers=numbers, **worker.OPTIONS, **options))
 
 
-def joint() -> list[tuple[int, ...]]:
+def joint(size: int) -> list[tuple[int, ...]]:
     """Return the unions of the ranks' micro-batches, step by step."""
-    own = micro_batches()
+    own = micro_batches(size)
     return [tuple(number for its in own if k < len(its) for number in its[k]) for k in range(max(map(len, own)))]
 
 
-EVERY = [group for its in micro_batches() for group in its]
+def every(size: int) -> list[tuple[int, ...]]:
+    """Return the ranks' micro-batches, rank by rank."""
+    return [group for its in micro_batches(size) for group in its]
+
+
 CUT = {"parts": worker.some_cut(worker.model())}
-WAYS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+WAYS: dict[str, tuple[Callable[[int], list[tuple[int, ...]]], dict[str, Any]]] = {
     # the micro-batches of one process that measures the same, and its options
-    "plain": (EVERY, {}),
-    "ddp": (EVERY, {}),
-    "fsdp": (joint(), CUT),
-    "hsdp": (joint(), CUT),
-    "numbers": ([tuple(range(rank, 7, SIZE)) for rank in range(SIZE)], {}),
+    "plain": (every, {}),
+    "ddp": (every, {}),
+    "fsdp": (joint, CUT),
+    "hsdp": (joint, CUT),
+    "numbers": (lambda size: [tuple(range(rank, 7, size)) for rank in range(size)], {}),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_measure_what_one_process_does(found: dict[str, Any], way: str) -> None:
+def test_ranks_measure_what_one_process_does(found: dict[str, Any], size: int, way: str) -> None:
     groups, options = WAYS[way]
-    here, expected, compared = found["sharpness"][way], one_process(groups, **{"made": worker.model(), **options}), 0
+    here, expected, compared = found["sharpness"][way], one_process(groups(size), **{"made": worker.model(), **options}), 0
     for group in ("types", "layers", "tensors", "scale_free", "mean_of_tensors"):
         assert here[group].keys() == expected[group].keys()
         for name, one in expected[group].items():
@@ -111,6 +124,27 @@ def test_ranks_measure_what_one_process_does(found: dict[str, Any], way: str) ->
         assert here[name] == expected[name], name
     assert compared > 200
     assert found["sharpness"]["gradients kept"]
+
+
+def test_a_monitor_of_a_sharded_model_measures_what_one_process_does(found: dict[str, Any], tmp_path: Path) -> None:
+    made, seen = worker.model(), found["sharpness"]["monitor"]
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    what = {"norms": {}, "sharpness": {"draws": worker.DRAWS}}
+    monitor = hk.Monitor(made, worker.sequences(), tmp_path / "run.jsonl", every=1, what=what)
+    for step in range(3):
+        here, expected = seen["records"][step], monitor.step(step)
+        assert expected is not None
+        assert here["loss"] == pytest.approx(expected["loss"], rel=EXACT)
+        assert here["norms"]["types"] == pytest.approx(expected["norms"]["types"], rel=EXACT)
+        for name, one in expected["sharpness"]["types"].items():
+            assert here["sharpness"]["types"][name]["value"] == pytest.approx(one["value"], rel=EXACT)
+        made(worker.sequences()[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen["lines"] == seen["records"]
+    assert "'eigenvalue' is measured of whole models, and this one is sharded" in seen["refused"]
+    assert "mine at step 0 failed: RankError: monitor: on rank" in seen["failure"]
+    assert "ZeroDivisionError" in seen["failure"]
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
@@ -168,26 +202,35 @@ def test_products_of_sharded_models_are_those_of_one_process(found: dict[str, An
         assert agrees(here["solution"], solution, EXACT)
 
 
-def test_no_rank_holds_more_than_its_pieces_and_a_few_layers(by_rank: dict[str, Any]) -> None:
-    """The model has five layers: in the calls of set-up two are there at most, in a product parameters, directions and sums."""
-    for rank in range(SIZE):
+def test_a_sharded_model_in_half_precision_has_products_within_its_rounding(found: dict[str, Any]) -> None:
+    exact = sharded_models.MODELS["tied"]().to(torch.bfloat16).double()
+    operator = hk.hessian_operator(exact, *sharded_models.sequences(), loss="cross_entropy")
+    expected = operator @ sharded_models.vector(dict(operator.shapes))
+    here = {n: torch.tensor(x, dtype=torch.float64) for n, x in found["sharded"]["half precision"].items()}
+    error = sum(float((here[n] - x).square().sum()) for n, x in expected.items()) ** 0.5
+    assert 1e-5 < error / sum(float(x.square().sum()) for x in expected.values()) ** 0.5 < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_no_rank_holds_more_than_its_pieces_and_a_few_layers(by_rank: dict[str, Any], size: int) -> None:
+    """The model has five layers: one is there in the calls of set-up, and parameters, directions and sums of 2/3 in a product."""
+    for rank in range(size):
         memory = by_rank[f"all-{rank}"]["memory"]
-        assert 0.0 < memory["set-up"] <= 2.0
-        assert memory["product"] <= 4.0
+        assert 0.0 < memory["set-up"] <= 1.0
+        assert 1.0 < memory["product"] <= 2.25
 
 
 FAILURES = {
-    "the right-hand side": "InputError: solve: on rank 3 of 4: b has shape (",
-    "a function of the user's": "RankError: solve: on rank 3 of 4: ValueError: no memory here",
-    "an option": "InputError: spectrum: on rank 3 of 4: ",
-    "a vector": "InputError: hessian_operator: on rank 3 of 4: ",
+    "the right-hand side": "InputError: solve: on {}: b has shape (",
+    "a function of the user's": "RankError: solve: on {}: ValueError: no memory here",
+    "an option": "InputError: spectrum: on {}: ",
+    "a vector": "InputError: hessian_operator: on {}: ",
 }
 
 
 @pytest.mark.parametrize("of", ["operator", "sharded"])
-def test_a_failure_of_one_rank_ends_the_call_on_all(found: dict[str, Any], of: str) -> None:
+def test_a_failure_of_one_rank_ends_the_call_on_all(found: dict[str, Any], size: int, of: str) -> None:
     for mistake, line in found[of]["one rank"].items():
-        assert line.startswith(FAILURES[mistake])
+        assert line.startswith(FAILURES[mistake].format(f"rank {size - 1} of {size}"))
 
 
 def test_what_needs_whole_vectors_is_refused(found: dict[str, Any]) -> None:
@@ -207,12 +250,17 @@ def test_a_mistake_on_one_rank_is_the_same_line_on_all(found: dict[str, Any]) ->
             assert "\n" not in line
 
 
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory.mktemp("lost"), 2, *LOST)
+
+
 @pytest.mark.parametrize("how", LOST)
-def test_the_rank_that_is_left_stops(by_rank: dict[str, Any], how: str) -> None:
+def test_the_rank_that_is_left_stops(lost: dict[str, Any], how: str) -> None:
     """At once where a rank is killed or fails, in the middle of a measurement; after its time-out where it is stuck."""
     left, least = LOST[how]
-    found = by_rank[f"{how}-{left}"]
-    call = "hessian_operator" if how == "product" else "sharpness"
+    found = lost[f"{how}-{left}"]
+    call = "hessian_operator" if how in ("product", "set-up") else "sharpness"
     assert found["said"].startswith(f"RankError: {call}: rank {left} of 2 lost the others after ")
     assert "\n" not in found["said"]
     assert least <= found["seconds"] < 30  # the group's time-out is 60

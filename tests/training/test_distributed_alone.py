@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,17 @@ import hessiankit as hk
 from hessiankit.support.errors import InputError
 from hessiankit.training import distributed as hd
 from hessiankit.training.digest import digest
-from hessiankit.training.distributed.ranks import Ranks
-from hessiankit.training.sharpness import sharpness
+from hessiankit.training.ranks import Ranks
+from hessiankit.training.sharpness import SharpnessReport, report_of, sharpness
+from hessiankit.training.sharpness.options import SharpnessOptions
+from hessiankit.training.sharpness.over_ranks import replicates_of_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+def over_ranks(made: nn.Module, data: Any, target: Any = None, **options: Any) -> SharpnessReport:
+    """Measure by all processes of the program, which are this one."""
+    return report_of(replicates_of_ranks(made, data, target, partial(SharpnessOptions, **options), None))
 
 
 class Logits(nn.Module):
@@ -40,7 +48,7 @@ def test_one_process_measures_what_sharpness_measures() -> None:
         (block, (x, target), {"loss": "mse"}),
     ):
         expected = own(sharpness(made, data, **options, **OPTIONS))
-        assert own(hd.sharpness(made, iter(data) if data is pairs else data, **options, **OPTIONS)) == expected
+        assert own(over_ranks(made, iter(data) if data is pairs else data, **options, **OPTIONS)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -86,10 +94,8 @@ def test_weights_of_losses_that_are_not_known() -> None:
 
 
 def test_other_mistakes() -> None:
-    with pytest.raises(InputError, match=r"expected a torch.nn.Module, got int"):
-        hd.sharpness(3, [], **OPTIONS)
     with pytest.raises(InputError, match="no rank holds a label that counts"):
-        hd.sharpness(model(), [], **OPTIONS)
+        over_ranks(model(), [], **OPTIONS)
     with pytest.raises(InputError, match="no rank holds a batch that counts"):
         hd.hessian_operator(model(), [], loss="cross_entropy")
     with pytest.raises(InputError, match="k=7, and"):

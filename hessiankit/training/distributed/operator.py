@@ -31,10 +31,13 @@ from hessiankit.request.loss_trace import loss_trace
 from hessiankit.request.read import read_request
 from hessiankit.request.selection import Params, select
 from hessiankit.request.state import ModuleState
+from hessiankit.support.arguments import is_sharded
 from hessiankit.support.containers import map_tensors, named_tensors
 from hessiankit.support.errors import InputError, TraceError, check_name
 from hessiankit.support.inner_products import Vectors, held_as, holding
-from hessiankit.training.distributed.ranks import (
+from hessiankit.training.distributed.shards import Pieces, ShardedModel, ShardedParameters
+from hessiankit.training.fsdp import gradients_aside, reshard, unwrapped
+from hessiankit.training.ranks import (
     Ranks,
     check_same_function,
     check_same_tensors,
@@ -42,8 +45,6 @@ from hessiankit.training.distributed.ranks import (
     common,
     described,
 )
-from hessiankit.training.distributed.sharded import is_sharded, own_gradient, unwrapped
-from hessiankit.training.distributed.shards import Pieces, ShardedModel, ShardedParameters
 
 WHO = "hessian_operator"
 
@@ -78,12 +79,16 @@ class DistributedOperator(HessianOperator):
             yield
 
     def _product(self, vectors: Tensor) -> Tensor:
+        if not isinstance(holding(), Copies):
+            remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
+            self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
+        return super()._product(vectors)
+
+    def _rows(self, rows: Tensor) -> Tensor:
         if isinstance(held := holding(), Copies):
             held.ranks.proceed()
-            return super()._product(self.ranks.broadcast(vectors.cpu()).to(vectors.device))
-        remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
-        self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
-        return super()._product(vectors)
+            rows = self.ranks.broadcast(rows.cpu()).to(rows.device)
+        return super()._rows(rows)
 
 
 class Copies(Vectors):
@@ -385,8 +390,22 @@ def sharded_operator(
             linearised.append(linearisation)
         _check_same_function(ranks, batches[0], has_data=True)
     operator = ShardedOperator(ranks, model, batches, linearised, kind, block_size)
-    operator.compare(*own_gradient(ranks, module, batches))
+    operator.compare(*_own_gradient(ranks, module, batches))
     return operator
+
+
+def _own_gradient(ranks: Ranks, model: nn.Module, batches: Sequence[BatchLoss]) -> tuple[dict[str, Tensor], float]:
+    """Return the gradient of the loss over all ranks' batches by the model's own calls, this rank's pieces, and the loss."""
+    loss = 0.0
+    with gradients_aside(model), torch.enable_grad(), ranks.exchange():
+        for batch in batches:
+            value = batch.value() * batch.share
+            loss += float(value.detach())
+            (value * ranks.size).backward()  # FSDP averages over the ranks
+        reshard(model)
+        slopes = {name: p.grad for name, p in model.named_parameters() if name in batches[0].parameters}
+    pieces = {name: x.to_local() if isinstance(x, DTensor) else batches[0].parameters[name] * 0 for name, x in slopes.items()}
+    return pieces, math.fsum(ranks.gather(loss))
 
 
 def _weighted(

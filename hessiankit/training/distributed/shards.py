@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hessiankit.engine.paged_parameters import PagedModel, PagedParameters, refill
 from hessiankit.support.errors import InputError
 from hessiankit.support.inner_products import Vectors
-from hessiankit.training.distributed.ranks import Ranks
+from hessiankit.training.fsdp import check_layout
+from hessiankit.training.ranks import Ranks
 
 
 class ShardedModel(PagedModel):
@@ -82,16 +83,35 @@ class ShardedModel(PagedModel):
 
     def take(self, names: Iterable[str], wanted: Container[str]) -> None:
         """Gather parameters, which all ranks do together, and keep those that are wanted here."""
-        names = sorted(names)
-        for name, value in zip(names, self.gathered(names, [self.pieces[n].unsqueeze(0) for n in names]), strict=True):
-            if name in wanted:
-                self.fill(name, value[0])
+        for group in self._groups(sorted(names)):
+            for name, value in zip(group, self.gathered(group, [self.pieces[n].unsqueeze(0) for n in group]), strict=True):
+                if name in wanted:
+                    self.fill(name, value[0])
 
     def gathered(self, names: Sequence[str], pieces: Sequence[Tensor]) -> list[Tensor]:
-        return Bucket(self.ranks, [self.shards[name] for name in names]).gather(pieces)
+        rest, whole = iter(pieces), list[Tensor]()
+        for group in self._groups(names):
+            whole += Bucket(self.ranks, [self.shards[name] for name in group]).gather([next(rest) for _ in group])
+        return whole
 
     def scattered(self, names: Sequence[str], terms: list[Tensor]) -> list[Tensor]:
-        return Bucket(self.ranks, [self.shards[name] for name in names]).scatter(terms)
+        pieces = list[Tensor]()
+        for group in self._groups(names):
+            of_group = [terms.pop(0) for _ in group]
+            pieces += Bucket(self.ranks, [self.shards[name] for name in group]).scatter(of_group)
+        return pieces
+
+    def _groups(self, names: Sequence[str]) -> list[list[str]]:
+        """Return names in groups that one collective moves, none larger than the largest parameter, which needs a copy anyway."""
+        sizes = {name: self.shards[name].numel() for name in names}
+        groups, room = list[list[str]](), 0
+        for name, size in sizes.items():
+            if size > room:
+                groups.append([])
+                room = max(sizes.values())
+            groups[-1].append(name)
+            room -= size
+        return groups
 
 
 class ReadingRanks(Ranks):
@@ -161,19 +181,6 @@ class Pieces(Vectors):
 
 DRAWN = 2**20
 """Entries drawn at once: 8 MiB. A multiple of 16, as many as torch draws together on a CPU: parts are drawn as the whole is."""
-
-
-def check_layout(ranks: Ranks, name: str, p: Tensor) -> None:
-    """Refuse parameters that are not spread by ``fully_shard`` over all ranks, with or without replicas."""
-    if not isinstance(p, DTensor):
-        raise InputError(f"{ranks.who}: {name!r} is not sharded, while others are; shard the whole model, without ignored_params")
-    kinds = [type(placement) for placement in p.placements]
-    if not set(kinds) <= {Shard, Replicate} or kinds.count(Shard) != 1 or p.device_mesh.size() != ranks.size:
-        raise InputError(
-            f"{ranks.who}: {name!r} is laid out as {p.placements} over {p.device_mesh.size()} of {ranks.size} ranks; expected "
-            "fully_shard over all ranks of the group, with or without replicas; tensor, pipeline and expert parallelism are not "
-            "supported"
-        )
 
 
 class Bucket:

@@ -89,6 +89,19 @@ class Lines:
             self.last = step - 1 if step else None
 
 
+class Unwritten(Lines):
+    """Lines of a process that does not write them: another one does."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def rewind(self, step: int) -> None:
+        """Do nothing."""
+
+
 def read_lines(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the header and the measurements of a file, of one trajectory by increasing steps.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from hessiankit.training.sharpness import sharpness as estimated
 from hessiankit.training.sharpness.batches import BatchedLoss, micro_batches
 from hessiankit.training.sharpness.options import SharpnessOptions
 
+if TYPE_CHECKING:
+    from hessiankit.training.monitoring.over_ranks import MonitorRanks
+
 WHO = "monitor"
 Batch: TypeAlias = "tuple[Any, Tensor]"
 """Arguments of the model, and a label for each row of its logits (-100: does not count)."""
@@ -46,12 +49,14 @@ class MonitoredRun:
         parts: Parts of the model, for norms and sharpness.
         seed: Seed of label draws and start vectors.
         optimizers: Optimizers that train the model.
+        ranks: Processes over which the model is spread, if it is.
     """
 
     model: nn.Module
     parts: Sequence[Part] = ()
     seed: int = 0
     optimizers: Sequence[Optimizer] = ()
+    ranks: MonitorRanks | None = None
 
 
 def batches_of(model: nn.Module, data: Any, target: Tensor | None = None) -> list[Batch]:
@@ -74,6 +79,8 @@ def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
 
 def loss(run: MonitoredRun) -> Section:
     """Measure the mean cross entropy."""
+    if run.ranks is not None:
+        return lambda batches, step: run.ranks.loss(batches)  # type: ignore[union-attr]
     return lambda batches, step: loss_of(run.model, batches).evaluate()[0]
 
 
@@ -212,7 +219,8 @@ def norms(run: MonitoredRun) -> Section:
     @torch.no_grad()
     def section(batches: Sequence[Batch], step: int) -> dict[str, Any]:
         values = dict(run.model.named_parameters())
-        squares = {part: part.squared_norm(values[part.parameter]) for part in run.parts}
+        whole = run.ranks.whole if run.ranks is not None else lambda x: x
+        squares = {part: part.squared_norm(whole(values[part.parameter])) for part in run.parts}
         types: dict[str, Tensor] = {}
         for part, square in squares.items():
             types[part.type] = types.get(part.type, torch.zeros_like(square)) + square
@@ -292,6 +300,8 @@ MEASUREMENTS: dict[str, Callable[..., Section]] = {
     "depth": depth,
 }
 """Name of a section, and the function that makes it; its keyword arguments are the options of the section."""
+OVER_RANKS = ("loss", "norms", "sharpness")
+"""Sections that models may have that ``fully_shard`` has spread."""
 OF_OPTIMIZERS = ("preconditioned", "critical")
 """Sections that read the optimizers."""
 SINGLE = {

@@ -7,25 +7,37 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hessiankit.landscape.optimizer_states import listed, name_of
 from hessiankit.request.data import on_device_of
-from hessiankit.support.arguments import check_whole, checked
+from hessiankit.support.arguments import check_whole, checked, is_sharded
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import ordinary_path, preserved_random_states, preserved_state
 from hessiankit.training.digest import digest
-from hessiankit.training.monitoring.lines import Lines
+from hessiankit.training.monitoring.lines import Lines, Unwritten
 from hessiankit.training.monitoring.log import MonitorLog
-from hessiankit.training.monitoring.measurements import MEASUREMENTS, OF_OPTIMIZERS, MonitoredRun, Section, batches_of, scalars
-from hessiankit.training.partition import Part
+from hessiankit.training.monitoring.measurements import (
+    MEASUREMENTS,
+    OF_OPTIMIZERS,
+    OVER_RANKS,
+    MonitoredRun,
+    Section,
+    batches_of,
+    scalars,
+)
+from hessiankit.training.partition import Part, model_parts
 from hessiankit.training.sharpness.options import parts_by_flow
+
+if TYPE_CHECKING:
+    from hessiankit.training.monitoring.over_ranks import MonitorRanks
 
 
 def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
@@ -43,6 +55,7 @@ def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
 
 
 WHO = "monitor"
+R = TypeVar("R")
 ON_ERROR = ("raise", "record")
 LONG = 10.0
 """Seconds of a measurement from which a line on standard error says what took them."""
@@ -80,7 +93,7 @@ class Monitor:
         """Read the file that a monitor writes, also while it is being written; ``.plot()`` of the result draws it."""
         return MonitorLog.read(path)
 
-    @checked("Monitor")
+    @checked("Monitor", sharded=True)
     def __init__(
         self,
         model: nn.Module,
@@ -100,7 +113,9 @@ class Monitor:
         """Check the arguments, and write the header of the file or compare it with the existing one.
 
         Args:
-            model: Model that is trained; in the wrappers of torch.compile and DistributedDataParallel too.
+            model: Model that is trained; in the wrappers of torch.compile and DistributedDataParallel too. Of one that
+                ``fully_shard`` has spread every rank makes a monitor and calls it, with its own data (``[]``: none): all get
+                the numbers of all data, and rank 0 writes and logs them. It measures loss, ``"norms"`` and ``"sharpness"``.
             data: Batches to measure on, fixed for the run: a pair (inputs, labels), a Hugging Face batch with ``labels``, or an
                 iterable of these, which is read once, here.
             path: File for a header and one line of JSON a measurement.
@@ -128,17 +143,24 @@ class Monitor:
         due(0, every)
         check_name(WHO, "on_error", on_error, ON_ERROR)
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
+        self._ranks = ranks_of(self._model)
+        if self._ranks is None:
+            check_whole(WHO, self._model)
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
-            self._batches = batches_of(self._model, data)
-        inputs, labels = on_device_of(self._model, self._batches[0])
-        self.parts = tuple(parts_by_flow(self._model, inputs, len(labels)) if parts is None else parts)
+            self._batches = batches_of(self._model, data) if self._ranks is None else self._ranks.batches(data)
+        if parts is None and self._ranks is None:
+            inputs, labels = on_device_of(self._model, self._batches[0])
+            parts = parts_by_flow(self._model, inputs, len(labels))
+        self.parts = tuple(model_parts(self._model) if parts is None else parts)
         optimizers = () if optimizer is None else listed(WHO, optimizer)
-        run = MonitoredRun(self._model, self.parts, seed, optimizers)
+        run = MonitoredRun(self._model, self.parts, seed, optimizers, self._ranks)
         options: dict[str, Any] = {"seed": seed, **({"optimizer": name_of(optimizers)} if optimizers else {})}
         self._sections: dict[str, Section] = {}
         options_by_name = what if isinstance(what, Mapping) else {name: {} for name in what}
         for name, keywords in {"loss": {}, **options_by_name}.items():
             check_name(WHO, "what", name, MEASUREMENTS)
+            if self._ranks is not None and name not in OVER_RANKS:
+                raise InputError(f"{WHO}: {name!r} is measured of whole models, and this one is sharded; leave it out of what=")
             if not isinstance(keywords, Mapping):
                 raise InputError(f"{WHO}: what={{{name!r}: {keywords!r}}}; expected a dict of options, such as {{}}")
             self._sections[name] = MEASUREMENTS[name](run, **keywords)
@@ -158,12 +180,12 @@ class Monitor:
             "model": type(self._model).__name__,
             "entries": sum(part.size for part in self.parts),
             "parts": [{"name": p.name, "type": p.type, "role": p.role, "layer": p.layer, "size": p.size} for p in self.parts],
-            "data": digest(self._batches),
+            "data": digest(self._batches) if self._ranks is None else self._ranks.gather(digest(self._batches)),
             "sections": list(self._sections),
             "options": options,
             "environment": environment(),
         }
-        self._lines = Lines(path, header)
+        self._lines: Lines = self._by_writer(partial(Lines, path, header), partial(Unwritten, path))
         self.path = self._lines.path
         self._at: int | None = None
         self._last_step: int | None = None
@@ -202,16 +224,17 @@ class Monitor:
 
     def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
         """Measure all sections, write the line and log the numbers; report where the time went if it was long."""
-        check_whole(WHO, self._model)
+        if self._ranks is None:
+            check_whole(WHO, self._model)
         record, failures, seconds = self._values(step)
-        if sum(seconds.values()) > LONG:
+        if sum(seconds.values()) > LONG and not isinstance(self._lines, Unwritten):
             durations = ", ".join(f"{name} {duration:.1f}" for name, duration in seconds.items())
             print(f"monitor: step {step} took {sum(seconds.values()):.1f} s ({durations})", file=sys.stderr, flush=True)
         record["seconds"] = seconds
         record |= {"extra": extra} if extra else {}
         record |= {"errors": {name: f"{type(e).__name__}: {e}" for name, e in failures.items()}} if failures else {}
         self._write(record)
-        if self._log is not None:
+        if self._log is not None and not isinstance(self._lines, Unwritten):
             self._log(scalars(record), step=step)
         if failures and self._on_error == "raise":
             name, error = next(iter(failures.items()))
@@ -220,6 +243,12 @@ class Monitor:
                 f"{'mend your function' if name in self._custom else 'leave it out of what='}, or pass on_error='record' to go on"
             ) from error
         return record
+
+    def _by_writer(self, work: Callable[[], R], others: Callable[[], R]) -> R:
+        """Do something on the process that writes, and something else on the others; an error is one of all."""
+        if self._ranks is None:
+            return work()
+        return self._ranks.together(work if self._ranks.rank == 0 else others)
 
     def _values(self, step: int) -> tuple[dict[str, Any], dict[str, Exception], dict[str, float]]:
         """Return what the sections measure, the errors of those that failed, and the seconds of each."""
@@ -231,8 +260,9 @@ class Monitor:
             for name, section in self._sections.items():
                 start = time.perf_counter()
                 try:
-                    batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
-                    record[name] = section(batches, step)
+                    with nullcontext() if self._ranks is None else self._ranks.in_step():
+                        batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
+                        record[name] = section(batches, step)
                 except Exception as error:
                     failures[name] = error
                 seconds[name] = round(time.perf_counter() - start, 4)
@@ -241,7 +271,7 @@ class Monitor:
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
-            self._lines.append(record)
+            self._by_writer(partial(self._lines.append, record), lambda: None)
         except InputError as error:
             if self._on_error == "raise":
                 raise
@@ -251,6 +281,15 @@ class Monitor:
 def _defaults(make: Callable[..., Section]) -> dict[str, Any]:
     """Return the options of a measurement with their defaults."""
     return {p.name: p.default for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def ranks_of(model: nn.Module) -> MonitorRanks | None:
+    """Return the processes over which ``fully_shard`` has spread a model; None of a whole one."""
+    if not is_sharded(model):
+        return None
+    from hessiankit.training.monitoring.over_ranks import MonitorRanks  # loads as long as torch itself
+
+    return MonitorRanks(model)
 
 
 def bare(model: nn.Module) -> nn.Module:

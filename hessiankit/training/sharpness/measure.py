@@ -6,14 +6,16 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.request.checks import IGNORE_INDEX
-from hessiankit.support.arguments import checked
+from hessiankit.support.arguments import check_whole, checked, is_sharded
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell
 from hessiankit.training.partition import Part
@@ -24,7 +26,7 @@ from hessiankit.training.sharpness.replicate import Replicates, SquaredGradients
 from hessiankit.training.sharpness.sharpness_report import SharpnessReport, report_of
 
 
-@checked("sharpness")
+@checked("sharpness", sharded=True)
 def sharpness(
     model: nn.Module,
     data: Any,
@@ -44,6 +46,7 @@ def sharpness(
     progress: Tell | None = None,
     exact: bool = False,
     preconditioner: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> SharpnessReport:
     r"""Return the average sharpness S = Tr h / # of each block type, eq. (3)-(4) of The Sharpness Disparity Principle.
 
@@ -86,9 +89,14 @@ def sharpness(
         exact: Whether to compute exact values, as with ``kind="ggn"``.
         preconditioner: A diagonal P, for S in its metric, the mean of h / P: the torch optimizer that trains the model, or one
             tensor for each parameter by name, as in :func:`hessiankit.spectrum`. ||theta||^2 is then theta^T P theta.
+        group: Process group whose ranks measure together, each on its own ``data`` (``[]``: none), and get the same report:
+            ``torch.distributed.group.WORLD`` are all processes. None: this process alone, or all processes where ``fully_shard``
+            has spread the model. Options are the same on every rank, except ``micro_batch``, ``progress`` and ``numbers``; by
+            default rank 0 has the first sequences, rank 1 those after them. What equals what: ``docs/distributed.md``.
 
     Raises:
-        InputError: If an argument cannot be used, or an output or a gradient is not finite.
+        InputError: If an argument cannot be used, or an output or a gradient is not finite; on all ranks of a group.
+        RankError: If another rank stopped, or did not answer before the process group's time-out.
         TraceError: If exact values are asked for and torch cannot trace the model.
 
     Two classes with equal probability and one weight each: the scores are (x/2, -x/2) up to sign whatever is drawn, so that h is
@@ -104,7 +112,8 @@ def sharpness(
     (9.0, 0.0)
     """
     is_exact = exact or kind in EXACT
-    options = SharpnessOptions(
+    options_of_call = partial(
+        SharpnessOptions,
         loss=loss,
         draws=draws,
         seed=seed,
@@ -118,6 +127,15 @@ def sharpness(
         progress=progress,
         preconditioner=preconditioner,
     )
+    if group is not None or is_sharded(model):
+        if is_exact:
+            raise InputError("sharpness: exact values are those of one process; leave exact= and kind= out over several ranks")
+        from hessiankit.training.sharpness.over_ranks import replicates_of_ranks  # loads as long as torch itself
+
+        result = replicates_of_ranks(model, data, target, options_of_call, group, confidence=confidence)
+        return report_of(result, confidence=confidence)
+    check_whole("sharpness", model)
+    options = options_of_call()
     if not is_exact:
         return report_of(replicates(model, data, target, options), confidence=confidence)
     label_options: dict[str, Any] = {"draws": (draws, 8), "seed": (seed, 0), "numbers": (numbers, None)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,30 +110,77 @@ def read(model: nn.Module, data: Any, target: Any, options: SharpnessOptions) ->
 
 def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions) -> Replicates:
     """Return h on some micro-batches; as :func:`replicates`."""
-    start = time.perf_counter()
-    for batch in batches:
-        check_devices(WHO, batch, model)
-    parts = measured_parts(model, options.parts, options.preconditioner, next(iter(batches), None))
-    weights = list(parts.parameters.values())
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, parts.parts) as row_masks:
-        sums = SquaredGradients(parts, options)
-        probe(model, batches, backward=True, copies=1 + options.histograms)
-        for k, batch in enumerate(batches):
-            output = forward(model, batch)
-            sample = drawn_for(output, batch, options)
-            if sample is None:
+    return measured(Passes(model, batches, options))
+
+
+class Passes:
+    """Forward and backward passes of a measurement.
+
+    Attributes:
+        model: The model.
+        batches: Micro-batches of this process.
+        options: Options of the measurement.
+        parts: Parts of the model that are measured.
+        steps: Number of forward passes.
+    """
+
+    parts: MeasuredParts
+
+    def __init__(self, model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions) -> None:
+        self.model, self.batches, self.options, self.steps = model, batches, options, len(batches)
+        for batch in batches:
+            check_devices(WHO, batch, model)
+        self.parts = measured_parts(model, options.parts, options.preconditioner, next(iter(batches), None))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the whole of a tensor that may be spread over several processes."""
+        return x
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Let the model be one that passes are made of within the context."""
+        with evaluating(self.model), torch.inference_mode(False), torch.enable_grad():
+            yield
+
+    def probe(self) -> None:
+        """Check the model by calls with one sequence."""
+        probe(self.model, self.batches, backward=True, copies=1 + self.options.histograms)
+
+    def forward(self, k: int) -> tuple[Tensor, Drawn | None]:
+        """Return the output of a step and the labels drawn for it; None where no label counts."""
+        output = forward(self.model, self.batches[k])
+        return output, drawn_for(output, self.batches[k], self.options)
+
+    def slopes(self, output: Tensor, gradient: Tensor, retain: bool) -> dict[str, Tensor]:
+        """Return the gradients of the parameters that an output depends on, and keep its graph if asked."""
+        weights = list(self.parts.parameters.values())
+        slopes = torch.autograd.grad(output, weights, gradient, retain_graph=retain, allow_unused=True)
+        return self.parts.in_metric({n: g for n, g in zip(self.parts.parameters, slopes, strict=True) if g is not None})
+
+    def result(self, sums: SquaredGradients, row_masks: Mapping[str, Tensor], start: float) -> Replicates:
+        """Return the sums as replicates."""
+        return sums.replicates(row_masks, start)
+
+
+def measured(passes: Passes) -> Replicates:
+    """Return the replicates of h that some passes give."""
+    start, options = time.perf_counter(), passes.options
+    with passes.prepared(), watch_lookups(passes.model, passes.parts.parts) as row_masks:
+        sums = SquaredGradients(passes.parts, options, passes.whole)
+        passes.probe()
+        for k in range(passes.steps):
+            output, drawn = passes.forward(k)
+            if drawn is None:
                 continue
-            sums.begin(sample.terms, sample.sequences, sample.unlikely)
-            for d, gradient in enumerate(sample.gradients):
-                has_next = d + 1 < options.label_draws
-                slopes = torch.autograd.grad(output, weights, gradient, retain_graph=has_next, allow_unused=True)
-                gradients = {n: g for n, g in zip(parts.parameters, slopes, strict=True) if g is not None}
-                sums.add(d, parts.in_metric(gradients), row_masks)
-                del slopes, gradients  # the next draw's take their place in memory
-                options.tell(k, d, len(batches))
+            sums.begin(drawn.terms, drawn.sequences, drawn.unlikely)
+            for d, gradient in enumerate(drawn.gradients):
+                slopes = passes.slopes(output, gradient, d + 1 < options.label_draws)
+                sums.add(d, slopes, row_masks)
+                del slopes, gradient  # the next draw's take their place in memory
+                options.tell(k, d, passes.steps)
     if not sums.values:
         raise InputError(f"{WHO}: every label is -100 (not counted); keep at least one")
-    return sums.replicates(row_masks, start)
+    return passes.result(sums, row_masks, start)
 
 
 @dataclass(frozen=True, eq=False)

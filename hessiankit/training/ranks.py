@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hessiankit.support.containers import named_tensors
 from hessiankit.support.errors import HessiankitError, InputError, named
 from hessiankit.support.package import __version__
 from hessiankit.support.torch_state import has_memory
 from hessiankit.training.digest import digest
-from hessiankit.training.sharpness.batches import MicroBatch, evaluating, forward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -263,20 +261,6 @@ def check_same_function(
                     "expected the same module on every rank, with the same attributes (an eps, a flag, a number in forward or in "
                     "the loss)"
                 )
-
-
-def check_same_forward(ranks: Ranks, model: nn.Module, one: MicroBatch | None, *, sharded: bool = False) -> None:
-    """Compare what the ranks' modules do with a micro-batch that all of them hold; nothing where there is none."""
-    if ranks.size == 1 or one is None:
-        return
-    one = one.on(next(model.parameters()).device)
-
-    def run(recorder: AbstractContextManager[Any]) -> None:
-        with evaluating(model), torch.no_grad(), recorder:
-            forward(model, one)
-
-    state = [] if sharded else [*model.named_parameters(), *model.named_buffers()]
-    check_same_function(ranks, run, [*state, *named_tensors(one.inputs)], sharded=sharded)
 
 
 _PLAIN = (int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
