@@ -62,7 +62,8 @@ def weigh(x: Tensor, weights: Tensor) -> None:
     if has_torch_function((x,)):
         handle_torch_function(weigh, (x,), x, weights)
     elif x.requires_grad:
-        x.register_hook(lambda gradient: gradient * weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim)))
+        factors = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim))
+        x.register_hook(lambda gradient: gradient * factors)  # that holds x would keep it alive
 
 
 class Logits:

@@ -10,7 +10,6 @@ Damping is 1 % of the largest eigenvalue of A. In AdamW's metric A is P^(-1/2) A
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,14 +28,14 @@ from hessiankit.landscape.preconditioner import optimizer_preconditioner
 from hessiankit.support.errors import InputError
 from hessiankit.training.by_partition.partitions import heads, layers, neurons
 from papers.block_diagonal.models import cross_entropy
+from papers.block_diagonal.words import word_shares, words_of
 
 PARTITIONS: Mapping[str, Any] = {"neuron": neurons, "head": heads, "tensor": "parameter", "layer": layers}
 DENSE = 10_000  # parameters up to which the matrix is formed: 800 MB; above it is streamed
-LARGE = 50_000  # parameters above which only the Hessian is streamed, in float32: a quarter of the time
+LARGE = 50_000  # parameters above which the rows of words that only the head reads are not computed: hours of them
 TOGETHER = 64  # vectors of a product: as fast as more
 PANEL_BYTES = 2**31  # of a streamed matrix: a run needs 4 GB, and two fit beside each other in 16
-SAMPLED = 3  # rows that are compared with jvp(grad)
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # of the error of a row, of the matrix's largest entry
+SAMPLED, TOLERANCE = 3, 1e-10  # rows that are compared with jvp(grad), and the error, of the matrix's largest entry
 DAMPING = 0.01  # of the largest eigenvalue, as hessiankit.approximations has it
 
 
@@ -164,15 +163,15 @@ def exact_rows(model: nn.Module, x: Tensor, y: Tensor, kind: str, rows: Sequence
         return torch.stack([route(e) for e in units])
 
 
-def checked_error(found: Tensor, expected: Tensor, scale: float, tolerance: float) -> float:
+def checked_error(found: Tensor, expected: Tensor, scale: float) -> float:
     """Return the largest difference over ``scale``.
 
     Raises:
-        InputError: It is above the tolerance.
+        InputError: It is above :data:`TOLERANCE`.
     """
     error = float((found - expected).abs().max()) / scale
-    if not error <= tolerance:
-        raise InputError(f"block-diagonal: rows differ from jvp(grad) by {error:.1e} of the largest entry, above {tolerance:g}")
+    if not error <= TOLERANCE:
+        raise InputError(f"block-diagonal: rows differ from jvp(grad) by {error:.1e} of the largest entry, above {TOLERANCE:g}")
     return error
 
 
@@ -190,14 +189,13 @@ def measured(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, *, seed: in
     operator, scale = hk.hessian_operator(model, x, y, loss="cross_entropy"), metric_scale(model, optimizer)
     partitions, rows = partition_labels(operator, model), sampled_rows(model, seed)
     about = {"parameters": operator.shape[0], "loss": operator.loss, "area": areas(partitions)}
+    if operator.shape[0] > LARGE:
+        return about | without_words(operator, model, x, y, partitions, rows, scale)
     if operator.shape[0] > DENSE:
         return about | streamed(model, x, y, partitions, rows, scale)
     H = hk.hessian(model, x, y, loss="cross_entropy")
     dense = {"hessian": H.matrix, "ggn": H.outer()}
-    errors = []
-    for kind, A in dense.items():
-        exact = exact_rows(model, x, y, kind, rows)
-        errors.append(checked_error(A[rows], exact, float(A.abs().max()), TOLERANCES[A.dtype]))
+    errors = [checked_error(A[rows], exact_rows(model, x, y, kind, rows), float(A.abs().max())) for kind, A in dense.items()]
     if scale is not None:
         dense |= {f"{kind} in AdamW's metric": A * scale * scale.unsqueeze(1) for kind, A in dense.items()}
     found = {}
@@ -222,24 +220,39 @@ def streamed(
     sampled[rows] = 1 + torch.arange(len(rows))
     _, sets = torch.stack([*partitions.values(), sampled]).unique(dim=1, return_inverse=True)
     names = [f"{name}[{', '.join(map(str, at))}]" for name, p in model.named_parameters() for at in _indices(p.shape)]
-    exact_model, model = model, copy.deepcopy(model).float() if len(sampled) > LARGE else model
     by: dict[str, list[str]] = {}
     for name, number in zip(names, sets.tolist(), strict=True):
         by.setdefault(str(number), []).append(name)
     place = {name: n for n, name in enumerate(by)}
     numbers = torch.tensor([place[str(number)] for number in sets.tolist()])
     matrices, errors = {}, []
-    for kind in ("hessian", "ggn") if len(numbers) <= LARGE else ("hessian",):
+    for kind in ("hessian", "ggn"):
         norms = hk.frobenius_norms(model, x, y, loss="cross_entropy", kind=kind, by=by, scale=scale, panel_bytes=PANEL_BYTES)
-        exact = exact_rows(exact_model, x, y, kind, rows)
-        operator = hk.hessian_operator(model, x, y, loss="cross_entropy", kind=kind)
-        tolerance = TOLERANCES[operator.torch_dtype]
-        errors.append(norms_error(norms, numbers, rows, exact, tolerance))
+        exact = exact_rows(model, x, y, kind, rows)
+        errors.append(norms_error(norms, numbers, rows, exact))
         matrices[kind] = {"share": norm_shares(norms, numbers, partitions)}
         if scale is not None and norms.scaled is not None:
-            errors.append(norms_error(norms.scaled, numbers, rows, exact * scale * scale[rows].unsqueeze(1), tolerance))
+            errors.append(norms_error(norms.scaled, numbers, rows, exact * scale * scale[rows].unsqueeze(1)))
             matrices[f"{kind} in AdamW's metric"] = {"share": norm_shares(norms.scaled, numbers, partitions)}
-        matrices[kind]["top"] = kept_by_products(operator, top_pair(operator)[1].to(operator.torch_dtype), partitions)
+        operator = hk.hessian_operator(model, x, y, loss="cross_entropy", kind=kind)
+        matrices[kind]["top"] = kept_by_products(operator, top_pair(operator)[1], partitions)
+    return {"row_error": max(errors), "matrices": matrices}
+
+
+def without_words(
+    operator: Any, model: Any, x: Tensor, y: Tensor, partitions: Mapping[str, Tensor], rows: Sequence[int], scale: Tensor | None
+) -> dict[str, Any]:
+    """Return the shares of the Hessian, also in a metric, by :mod:`~papers.block_diagonal.words`, and the error of rows."""
+    words, one = words_of(model, x, operator.slices), torch.ones(operator.shape[0], dtype=torch.float64)
+    shares_of, largest = word_shares(operator, words, partitions, [one] if scale is None else [one, scale])
+    units = one.new_zeros(len(one), len(rows))
+    units[list(rows), range(len(rows))] = 1.0
+    errors = [checked_error((operator @ units).T, exact_rows(model, x, y, "hessian", rows), largest)]
+    for n, c in ((0, 0), (len(words.at) // 2, words.at.shape[1] - 1)):
+        (exact,) = exact_rows(model, x, y, "hessian", [int(words.at[n, c])])
+        errors.append(checked_error(words.row(n, c), exact[words.at], largest))
+    names = ("hessian", "hessian in AdamW's metric")
+    matrices = {name: {"share": found} for name, found in zip(names, shares_of, strict=False)}
     return {"row_error": max(errors), "matrices": matrices}
 
 
@@ -253,7 +266,7 @@ def norm_shares(norms: FrobeniusNorms, numbers: Tensor, partitions: Mapping[str,
     return found
 
 
-def norms_error(norms: FrobeniusNorms, numbers: Tensor, rows: Sequence[int], exact: Tensor, tolerance: float) -> float:
+def norms_error(norms: FrobeniusNorms, numbers: Tensor, rows: Sequence[int], exact: Tensor) -> float:
     """Return the largest error of the norms of sampled rows by sets, of the largest root mean square of a block.
 
     That is at most the largest entry of the matrix. Each sampled row is a set by itself.
@@ -261,7 +274,7 @@ def norms_error(norms: FrobeniusNorms, numbers: Tensor, rows: Sequence[int], exa
     by_set = exact.new_zeros(len(rows), len(norms.matrix)).index_add_(1, numbers, exact.square()).sqrt()
     sizes = torch.tensor([*norms.groups.values()], dtype=exact.dtype)
     scale = float((norms.matrix / (sizes * sizes.unsqueeze(1)).sqrt()).max())
-    return checked_error(norms.matrix[numbers[rows]], by_set, scale, tolerance)
+    return checked_error(norms.matrix[numbers[rows]], by_set, scale)
 
 
 def kept_by_products(operator: hk.HessianOperator, v: Tensor, partitions: Mapping[str, Tensor]) -> dict[str, float]:

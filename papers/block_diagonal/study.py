@@ -110,17 +110,18 @@ def parameters(case: Case) -> int:
 def forecast(task: Task) -> float:
     """Return the seconds of a task on one core, by the time per entry of the matrix that cases of its kind took.
 
-    A streamed matrix takes 0.1 us per entry, by products with unit vectors, and half of it in float32. Up to
-    :data:`~.measures.LARGE` parameters there are two at each of four stages, above one at two stages in float32. The measures of
-    a matrix that is formed take 2.5 us per entry in all.
+    A streamed matrix takes 0.1 us per entry, by products with unit vectors; there are two at each of four stages. Above
+    :data:`~.measures.LARGE` parameters it is one at two stages, and the rows are about those of a vocabulary of the batch's
+    tokens. The measures of a matrix that is formed take 2.5 us per entry in all.
     """
     from papers.block_diagonal.measures import DENSE, LARGE
 
     if task.what == "optimiser":
         return 2.0 * task.case.steps  # a step factorises the whole matrix of 832 parameters with four dampings
     size = parameters(task.case)
-    matrices = 25 if size <= DENSE else 8 if size <= LARGE else 1
-    return 1e-7 * matrices * size**2
+    if size > LARGE:
+        return 2e-7 * size * parameters(replace(task.case, vocabulary=task.case.sequences * task.case.length))
+    return 1e-7 * (25 if size <= DENSE else 8) * size**2
 
 
 def fitting(tasks: Sequence[Task], seconds: float) -> list[Task]:

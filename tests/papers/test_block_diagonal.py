@@ -59,13 +59,19 @@ def test_streamed_measures_are_those_of_the_matrix(monkeypatch: pytest.MonkeyPat
         for measure, by_partition in found.items():
             assert by_partition == pytest.approx(dense["matrices"][kind][measure], rel=1e-9)
         assert all(dense["area"][name] < found["share"][name] < 1 for name in ("neuron", "head", "tensor"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_measures_without_the_rows_of_rare_words(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(SMALL, vocabulary=40, tied=tied)
+    *_, (_, model, adamw) = trained(case)
+    dense = measures.measured(model, adamw, *probe(case), seed=0)
     monkeypatch.setattr(measures, "LARGE", 1)
-    single = measures.measured(model, adamw, *probe(SMALL), seed=0)
-    assert 1e-12 < single["row_error"] < 1e-5
-    assert tuple(single["matrices"]) == ("hessian", "hessian in AdamW's metric")
-    for kind, found in single["matrices"].items():
-        for measure, by_partition in found.items():
-            assert by_partition == pytest.approx(dense["matrices"][kind][measure], rel=1e-4)
+    found = measures.measured(model, adamw, *probe(case), seed=0)
+    assert found["row_error"] < 1e-12
+    assert tuple(found["matrices"]) == ("hessian", "hessian in AdamW's metric")
+    for kind, of_kind in found["matrices"].items():
+        assert of_kind["share"] == pytest.approx(dense["matrices"][kind]["share"], rel=1e-9)
 
 
 def test_a_wrong_row_is_refused() -> None:
@@ -74,14 +80,14 @@ def test_a_wrong_row_is_refused() -> None:
     H = hk.hessian(model, x, y, loss="cross_entropy").matrix
     rows, scale = measures.sampled_rows(model, 0), float(H.abs().max())
     exact = measures.exact_rows(model, x, y, "hessian", rows)
-    assert measures.checked_error(H[rows], exact, scale, 1e-10) < 1e-12
+    assert measures.checked_error(H[rows], exact, scale) < 1e-12
     with pytest.raises(hk.InputError, match=r"rows differ from jvp\(grad\) by .* of the largest entry, above 1e-10"):
-        measures.checked_error(H[rows] + 1e-9 * scale, exact, scale, 1e-10)
+        measures.checked_error(H[rows] + 1e-9 * scale, exact, scale)
     numbers = torch.arange(len(H))
     norms = hk.frobenius_norms(model, x, y, loss="cross_entropy", by=lambda module, _: {name: name for name in entries(module)})
-    assert measures.norms_error(norms, numbers, rows, exact, 1e-10) < 1e-12
+    assert measures.norms_error(norms, numbers, rows, exact) < 1e-12
     with pytest.raises(hk.InputError, match=r"rows differ from jvp\(grad\)"):
-        measures.norms_error(norms, numbers, rows, exact + 1e-9 * scale * exact.sign(), 1e-10)
+        measures.norms_error(norms, numbers, rows, exact + 1e-9 * scale * exact.sign())
 
 
 def entries(model: torch.nn.Module) -> list[str]:
@@ -176,7 +182,7 @@ def test_the_page_is_of_the_committed_measures() -> None:
     report = study.read(DOCS / "block_diagonal.json")
     tasks = {*(r.task.case for r in report.results if r.task.what == "curvature")}
     assert tasks == set(study.PRESETS[stored["preset"]].cases())
-    assert report.row_error < measures.TOLERANCES[torch.float64]
+    assert report.row_error < measures.TOLERANCE
     page = (DOCS / "block_diagonal.md").read_text(encoding="utf-8")
     assert fill(page, study.sections(report)) == page
 

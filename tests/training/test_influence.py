@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,14 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from curvature_reference import assert_one_clear_error
+from meter import PeakBytes
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import hessiankit as hk
+from hessiankit.functions.heads import weigh
 from hessiankit.primitives import linear_cross_entropy
-from hessiankit.training.influence import work
+from hessiankit.training.influence import updates, work
 
 EXACT, SOLVED, DIFFERENCES = 1e-10, 1e-7, 1e-8
 """Of the largest score: formulas; solutions, whose residual is 1e-8; differences of the fourth order of a training."""
@@ -386,3 +390,23 @@ def test_a_step_without_named_samples_is_an_error() -> None:
     run.use([0, 1])
     optimizer.step()
     assert_one_clear_error(optimizer.step, "the samples of this step are not known; draw them from")
+
+
+def test_a_step_of_a_replay_keeps_parameters_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory grows by three vectors of Adam for each step between checkpoints; logits that are weighted are not kept alive."""
+    monkeypatch.setattr(updates, "ENTRIES", 100)
+    model = nn.Sequential(nn.Linear(4, 2000, dtype=torch.float64), nn.Tanh(), nn.Linear(2000, 3, dtype=torch.float64))
+    size, data = sum(p.numel() for p in model.parameters()), (X[:1], Y[:1])
+    peaks = []
+    for steps in (4, 8):
+        network = copy.deepcopy(model)
+        run = trained(network, torch.optim.Adam(network.parameters()), shuffled(data), passes=steps, every=steps)
+        with PeakBytes(*network.parameters(), *run.checkpoints[0].values()) as meter:
+            hk.influence(network, shuffled(data), (X_TEST[:1], Y_TEST[:1]), method=run, loss="cross_entropy")
+        peaks.append(meter.marked / (8 * size))
+    assert 4 * 3 <= peaks[1] - peaks[0] <= 4 * 3.1
+    z, alive = torch.ones(2, 3, requires_grad=True) * 1, []
+    weakref.finalize(z, alive.append, "freed")
+    weigh(z, torch.ones(2))
+    del z
+    assert alive == ["freed"]

@@ -15,7 +15,7 @@ attribution for deep learning", 2025.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from hessiankit.training.influence.updates import GRADIENT, THETA, Update, Value
 from hessiankit.training.influence.work import Work
 
 WHO = "influence"
+Tape: TypeAlias = list[tuple[BatchLoss, Values, Update]]
+"""Batch, parameters and state, and update of each step."""
 
 
 class Replay:
@@ -76,31 +78,34 @@ class Replay:
         while state["open"]:
             k = state["open"] - 1
             tell("steps replayed", len(run.steps) - ends[k], len(run.steps))
-            scores, adjoints = self._segment(starts[k], ends[k], state["scores"], state["adjoints"])
+            adjoints = state["adjoints"]
+            if work.path is not None:  # the file keeps those of the last finished segment
+                adjoints = {name: adjoint.clone() for name, adjoint in adjoints.items()}
+            scores = self._segment(starts[k], ends[k], state["scores"], adjoints)
             work.keep(scores=scores, adjoints=adjoints, open=k)
         tell("steps replayed", len(run.steps), len(run.steps))
         return state["scores"]
 
-    def _segment(self, start: int, end: int, scores: Tensor, adjoints: Values) -> tuple[Tensor, Values]:
+    def _segment(self, start: int, end: int, scores: Tensor, adjoints: Values) -> Tensor:
+        """Replay some steps: pull the adjoints back in place, and return the scores with those of these steps."""
         run, x = self.run, self.run.checkpoints[start]
-        tape: list[tuple[BatchLoss, Values, Update]] = []
+        tape: Tape = []
         for t in range(start, end):
             batch = self._batch(run.steps[t].samples)
             gradient, moves = _own_gradient(batch, x[THETA])
-            x, update = {**x, GRADIENT: gradient}, run.update(run.steps[t], moves)
-            tape.append((batch, x, update))
-            x = update.applied(x)
+            tape.append((batch, x, run.update(run.steps[t], moves)))
+            x = tape[-1][2].applied({**x, GRADIENT: gradient})
+            del gradient  # that of a step is computed anew with its graph: a vector less for each step
         self._compare(start, end, x[THETA])
+        del x
         scores = scores.clone()
         while tape:
-            batch, x, update = tape.pop()
-            adjoints = update.pulled(x, adjoints)
-            inner = add_products(batch, x[THETA], adjoints.pop(GRADIENT), adjoints[THETA], per_token=self.per_token)
+            inner = pulled(tape, adjoints, per_token=self.per_token)
             if self.per_token and inner.shape[1] > scores.shape[1]:
                 scores = torch.nn.functional.pad(scores, (0, 0, 0, inner.shape[1] - scores.shape[1]))
             at = torch.tensor(run.steps[start + len(tape)].samples, device=scores.device)
             (scores[:, : inner.shape[1]] if self.per_token else scores).index_add_(0, at, inner, alpha=-1)
-        return scores, adjoints
+        return scores
 
     def _batch(self, numbers: tuple[int, ...]) -> BatchLoss:
         if isinstance(self.train, DataLoader):
@@ -108,7 +113,7 @@ class Replay:
             data = tuple(data) if isinstance(data, list) else data
         else:
             data = samples(tuple(self.train), torch.tensor(numbers, device=self.train[1].device), self.count)
-        batch = read_request(self.model, on_device_of(self.model, data), **self.asked).only()
+        batch = read_request(self.model, on_device_of(self.model, data), share=True, **self.asked).only()
         if batch.n_samples != len(numbers):
             raise InputError(f"{WHO}: a batch of {len(numbers)} samples has {batch.n_samples} rows; samples are the first axis")
         return batch
@@ -147,13 +152,16 @@ def _named(batch: BatchLoss, theta: Tensor) -> dict[str, Tensor]:
     return {name: theta[rows].reshape(batch.shapes[name]) for name, rows in batch.slices.items()}
 
 
-def add_products(batch: BatchLoss, theta: Tensor, V: Tensor, sums: Tensor, *, per_token: bool) -> Tensor:
-    """Add H v of some vectors (S, P) to sums (S, P), and return <grad l_i, v>: (samples, S), or (samples, tokens, S).
+def pulled(tape: Tape, adjoints: Values, *, per_token: bool) -> Tensor:
+    """Pull adjoints (S, P) back through the last step of a tape, which loses it, and return <grad l_i, v>.
+
+    The adjoints change in place. The inner products are (samples, S), or (samples, tokens, S).
 
     In the gradient, the slope of the loss with respect to the output of each sample has a weight w_i = 1: the inner product of
     the gradient and v has H v as its derivative with respect to the parameters, and <grad l_i, v> with respect to w_i.
     """
-    with batch.at(_named(batch, theta)):
+    batch, x, update = tape.pop()  # here, so that no caller keeps the state of the step
+    with batch.at(_named(batch, x[THETA])):
         leaves = list(batch.leaves.values())
         result, z = output(batch)
         axes = weight_axes(z, per_token=per_token)
@@ -162,15 +170,28 @@ def add_products(batch: BatchLoss, theta: Tensor, V: Tensor, sums: Tensor, *, pe
         loss = batch.loss.value(result, batch.target)
         del result, z
         G = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
-        return torch.stack([_pulled_twice(G, leaves, w, v, total) for v, total in zip(V, sums, strict=True)], -1)
+        gradient = torch.cat([slope.detach().reshape(-1) for slope in G])
+        V = update.pulled({**x, GRADIENT: gradient}, adjoints)
+        del x, loss, gradient
+        inner = []
+        for k, (v, total) in enumerate(zip(V, adjoints[THETA], strict=True)):
+            inner.append(_pulled_twice(G, leaves, w, v, total, is_last=k + 1 == len(V)))
+        return torch.stack(inner, -1)
 
 
-def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: Tensor, total: Tensor) -> Tensor:
-    """Add the derivative of <G, v> with respect to the parameters to a total (P,); return that with respect to the weights."""
-    sizes = [p.numel() for p in leaves]
+def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: Tensor, total: Tensor, *, is_last: bool) -> Tensor:
+    """Add the derivative of <G, v> with respect to the parameters to a total (P,); return that with respect to the weights.
+
+    Torch adds to ``grad`` what it finds there, a parameter at a time, so that no sum needs a vector of its own.
+    """
+    sizes, slopes = [p.numel() for p in leaves], [p.grad for p in leaves]
     cotangents = [part.reshape(p.shape) for part, p in zip(v.split(sizes), leaves, strict=True)]
     try:
-        *products, of_w = torch.autograd.grad(G, [*leaves, w], cotangents, retain_graph=True, materialize_grads=True)
+        for p, part in zip(leaves, total.split(sizes), strict=True):
+            p.grad = part.view(p.shape)
+        w.grad = None
+        torch.autograd.backward(G, cotangents, retain_graph=not is_last, inputs=[*leaves, w])
+        return torch.zeros_like(w) if w.grad is None else w.grad
     except RuntimeError as error:
         if "is not implemented" not in str(error):
             raise
@@ -178,6 +199,6 @@ def _pulled_twice(G: Sequence[Tensor], leaves: Sequence[Tensor], w: Tensor, v: T
             f"{WHO}: a replay differentiates twice, and torch says: {first_line(error)}; run the call inside "
             "hessiankit.twice_differentiable(), or load the model with eager attention"
         ) from error
-    for part, product in zip(total.split(sizes), products, strict=True):
-        part += product.reshape(-1)
-    return of_w
+    finally:
+        for p, slope in zip(leaves, slopes, strict=True):
+            p.grad = slope

@@ -105,23 +105,25 @@ class Update(NamedTuple):
                 result[name][rows] = value
         return {**result, COUNT: x[COUNT] + torch.tensor(self.moves, device=x[COUNT].device)}
 
-    def pulled(self, x: Values, adjoints: Values) -> Values:
-        """Pull adjoints (S, P) of theta' and s' back to theta, s and the gradient."""
-        result = {name: adjoint.clone() for name, adjoint in adjoints.items()}
-        result[GRADIENT] = torch.zeros_like(adjoints[THETA])
+    def pulled(self, x: Values, adjoints: Values) -> Tensor:
+        """Pull adjoints (S, P) of theta' and s' back to theta and s, in place; return that of the gradient."""
+        of_gradient = torch.zeros_like(adjoints[THETA])
+        results = {**adjoints, GRADIENT: of_gradient}
         for k, rows in self._pieces():
             leaves = {name: value.detach().requires_grad_(name != COUNT) for name, value in self._piece(x, k, rows).items()}
             with torch.enable_grad():
                 new = self.rule.step(leaves, self.settings[k])
             sources = [name for name in leaves if name != COUNT]
-            totals = {name: result[name][:, rows].zero_() for name in sources}
+            totals = {name: torch.zeros_like(of_gradient[:, rows]) for name in sources}
             for name, adjoint in adjoints.items():
                 inputs = [leaves[source] for source in sources]
                 diagonals = torch.autograd.grad(new[name].sum(), inputs, retain_graph=True, allow_unused=True)
                 for source, diagonal in zip(sources, diagonals, strict=True):
                     if diagonal is not None:
                         totals[source] += adjoint[:, rows] * diagonal
-        return result
+            for name, total in totals.items():
+                results[name][:, rows] = total
+        return of_gradient
 
     def _pieces(self) -> Iterator[tuple[int, slice]]:
         """Yield positions of moving parameters, with some of the entries of each."""
