@@ -15,6 +15,7 @@ attribution for deep learning", 2025.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from hessiankit.functions.heads import weigh
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.data import on_device_of
 from hessiankit.request.read import read_request
+from hessiankit.request.state import ModuleState
 from hessiankit.support.containers import samples
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell
@@ -113,7 +115,7 @@ class Replay:
             data = tuple(data) if isinstance(data, list) else data
         else:
             data = samples(tuple(self.train), torch.tensor(numbers, device=self.train[1].device), self.count)
-        batch = read_request(self.model, on_device_of(self.model, data), share=True, **self.asked).only()
+        batch = read_request(self.model, on_device_of(self.model, data), state=partial(ModuleState, share=True), **self.asked).only()
         if batch.n_samples != len(numbers):
             raise InputError(f"{WHO}: a batch of {len(numbers)} samples has {batch.n_samples} rows; samples are the first axis")
         return batch
