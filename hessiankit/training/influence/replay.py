@@ -115,7 +115,8 @@ class Replay:
             data = tuple(data) if isinstance(data, list) else data
         else:
             data = samples(tuple(self.train), torch.tensor(numbers, device=self.train[1].device), self.count)
-        batch = read_request(self.model, on_device_of(self.model, data), state=partial(ModuleState, share=True), **self.asked).only()
+        data, state = on_device_of(self.model, data), partial(ModuleState, share=True)
+        batch = read_request(self.model, data, state=state, **self.asked).only()
         if batch.n_samples != len(numbers):
             raise InputError(f"{WHO}: a batch of {len(numbers)} samples has {batch.n_samples} rows; samples are the first axis")
         return batch
