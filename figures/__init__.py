@@ -41,7 +41,7 @@ def accepted(name: str) -> list[str]:
     """Return the options of a figure's ``draw`` besides the ones that all have, without running its imports.
 
     >>> accepted("curvature_gap_5"), accepted("route_table")
-    (['images'], [])
+    (['images', 'run'], [])
     """
     tree = ast.parse((Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8"))
     (draw,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "draw")

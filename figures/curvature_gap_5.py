@@ -147,9 +147,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
                 panel(axes, rows, step, kind, names, list(labels.values()))
                 when = f"after {step} steps" if step else "initial weights"
                 best = labels[largest(rows, step, f"{kind}_spectral", "blocks")]
-                heading(
-                    axes, f"{shown}, {when}; largest of the block (median): {best}", "", r"$\|W\|$" if j == 0 else r"$\|H_{WW}\|$"
-                )
+                heading(axes, f"{shown}, {when} (largest in the block: {best})", "", r"$\|W\|$" if j == 0 else r"$\|H_{WW}\|$")
                 if k == j == 0:
                     figure.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=3, bbox_to_anchor=(0.99, -0.005))
         foot = f"{seeds} seeds, {spec.shown(size)}; grey ground: the transformer block; 0: exactly zero in every seed"

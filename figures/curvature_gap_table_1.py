@@ -49,8 +49,8 @@ class Row:
         return ImageSpec(d_model=self.d_model, d_ff=self.d_ff, n_blocks=self.n_blocks, seed=seed)
 
 
-FULL = (Row("MNIST row", 4, 16, 64, 1), Row("CIFAR-100 row", 4, 128, 512, 8))
-QUICK = (Row("MNIST row", 4, 4, 8, 1), Row("CIFAR-100 row", 4, 8, 16, 2))
+FULL = (Row("MNIST's sizes", 4, 16, 64, 1), Row("CIFAR-100's sizes", 4, 128, 512, 8))
+QUICK = (Row("MNIST's sizes", 4, 4, 8, 1), Row("CIFAR-100's sizes", 4, 8, 16, 2))
 SEEDS = (0, 1)
 IMAGES = 4
 
@@ -79,21 +79,16 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
                 norms.setdefault(row.name, []).append(
                     cached(out, NAME, [row, seed, IMAGES], partial(measure, row, seed), code=CODE)
                 )
-    said = [
-        Verdict(
-            "curvature-gap/fig3",
-            "the Values' block is larger than the Queries' and the Keys'",
-            scale_of_images(row.spec(0), len(SEEDS), 0, IMAGES),
-            (
-                in_every(
-                    "the Values' block is larger than the Queries' and the Keys'",
-                    (one["W_V"] > max(one["W_Q"], one["W_K"]) for one in norms[row.name]),
-                    "; ".join(f"{one['W_V']:.2g} against {one['W_Q']:.2g}, {one['W_K']:.2g}" for one in norms[row.name]),
-                ),
-            ),
+    parts = [
+        in_every(
+            f"{name}: the Values' block is larger than the Queries' and the Keys'",
+            (one["W_V"] > max(one["W_Q"], one["W_K"]) for one in each),
+            "; ".join(f"{one['W_V']:.2g} against {one['W_Q']:.2g}, {one['W_K']:.2g}" for one in each),
         )
-        for row in rows
+        for name, each in norms.items()
     ]
+    scale = " and ".join(scale_of_images(row.spec(0), len(SEEDS), 0, IMAGES) for row in rows)
+    said = [Verdict("curvature-gap/fig3", "the Values' block is larger than the Queries' and the Keys'", scale, tuple(parts))]
     table: list[dict[str, Any]] = [
         {
             "row": row.name, "patch in print": row.patch, "hidden dim": row.d_model, "ff dim": row.d_ff, "blocks": row.n_blocks,
@@ -112,11 +107,11 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         figure = page(8.2, 3.6)
         axes = figure.add_axes((0.09, 0.26, 0.89, 0.64))
         panel(axes, norms)
-        heading(axes, "Diagonal blocks of the Hessian, initial weights", "", r"$\|H_{WW}\|_2$, a mark a seed")
+        heading(axes, "Diagonal blocks of the Hessian on digits, initial weights", "", r"$\|H_{WW}\|_2$, one mark per seed")
         for k, one in enumerate(table):
             shape = f"patch {one['patch in print']}, hidden {one['hidden dim']}, ff {one['ff dim']}, blocks {one['blocks']}"
             dense = f"dense Hessian {one['bytes of the dense Hessian'] / 1e9:,.1f} GB"
-            text = f"{one['row']}: {shape}; on digits {one['parameters on digits']:,} parameters, {dense}"
+            text = f"{one['row']} ({shape}): on digits {one['parameters on digits']:,} parameters, {dense}"
             figure.text(0.09, 0.09 - 0.055 * k, text, fontsize=8, color=METHOD_COLOURS[k + 1])
         picture = save(figure, out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", table), write_rows(out / f"{NAME}_norms.csv", lines)]

@@ -19,6 +19,7 @@ from papers.experiments.forecast import agreement, forecast  # noqa: E402
 from papers.experiments.train import RATE  # noqa: E402
 
 PAGE = ROOT / "docs" / "experiments.md"
+SMALL_RUNS = ROOT / "docs" / "small_runs"
 HEAD = f"""# The papers' experiments
 
 `python -m papers train PAPER/EXPERIMENT` trains the models of a figure or table: `--preset tiny` in seconds, `small` in
@@ -95,6 +96,23 @@ def picture(one: Experiment) -> str:
     return f"`{one.figure}` {'`--run`' if 'run' in options else '`--images`' if 'images' in options else ''}".strip()
 
 
+def small_runs(key: str) -> list[str]:
+    """Return a line for each experiment of a paper that was run at small size and that no picture shows.
+
+    ``python -m papers train EXPERIMENT --preset small --json docs/small_runs/PAPER-EXPERIMENT.json`` writes its rows.
+    """
+    lines = []
+    for name, one in EXPERIMENTS.items():
+        path = SMALL_RUNS / f"{name.replace('/', '-')}.json"
+        if name.startswith(f"{key}/") and path.exists():
+            ends: dict[str, list[str]] = {}
+            for row in json.loads(path.read_text(encoding="utf-8")):
+                model = f"{row['model']}, " if len(one.models) > 1 else ""
+                ends.setdefault(f"{model}{row['method']}", []).append(f"{row['held-out loss']:.3f}")
+            lines.append(f"- `{name}`: " + "; ".join(f"{method} {' and '.join(losses)}" for method, losses in ends.items()) + ".")
+    return ["", "Run at `small`, not drawn (held-out nats a byte, a number a seed):", "", *lines] if lines else []
+
+
 def page() -> str:
     """Return the page."""
     shown = json.loads((ROOT / "papers" / "small_scale.json").read_text(encoding="utf-8"))
@@ -123,6 +141,7 @@ def page() -> str:
         seen = {row: one for row, one in shown.items() if row.startswith(f"{key}/")}
         said = ", ".join(f"`{row}` ({one['verdict'].lower()})" for row, one in seen.items())
         lines += ["", f"Drawn in the [gallery](gallery.md) from small runs: {said}."]
+        lines += small_runs(key)
         if none:
             lines += ["", "Without a training command:", ""]
             lines += [f"- `{name}`: {why}." for name, why in none.items()]

@@ -179,7 +179,8 @@ metric_list: [{{metric: bits_per_byte}}]
 
 
 def test_a_task_of_ones_own_by_the_harness(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("lm_eval")
+    harness = pytest.importorskip("lm_eval.tasks")
+    assert {*TASKS.values()} <= {*harness.TaskManager().all_tasks}
     rows = [{"context": f"for i in range({k}", "endings": ["):", ")", "zz", "\n"], "gold": k % 4} for k in range(10)]
     rows = [{**row, "whole": row["context"] + row["endings"][row["gold"]]} for row in rows]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
