@@ -179,7 +179,7 @@ class Interval:
     half_width: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} ± {self.half_width:.2f}"
+        return f"{self.mean:.2f}" + (f" ± {self.half_width:.2f}" if math.isfinite(self.half_width) else "")
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -287,7 +287,7 @@ def described(case: Case) -> tuple[str, str, str]:
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tiny": ("", ()),
     "small": ("larger-", ("runs", "hessian-share", "losses")),
-    "paper": ("paper-", ("runs", "hessian-share", "adamw-share", "hessian-top")),
+    "paper": ("paper-", ("runs", "hessian-share", "adamw-share")),
 }
 """Prefix of the names of a preset's tables on the page, and the tables; () for all."""
 
