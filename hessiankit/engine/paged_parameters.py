@@ -32,7 +32,7 @@ class PagedModel:
     Attributes:
         who: The function that is called, the prefix of every message.
         module: The model.
-        pieces: What is here of each parameter, detached, by name.
+        pieces: This process's part of each parameter, detached, by name.
         whole: Whole parameters by name; they have memory where they are read alone.
         memories: Names of parameters by the storages of whole ones.
         is_plain: Whether the module has the whole parameters.
@@ -55,7 +55,7 @@ class PagedModel:
             self.whole[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
 
     def _piece(self, name: str, parameter: Tensor) -> Tensor:
-        """Return what is here of a parameter."""
+        """Return this process's part of a parameter."""
         if not has_memory(parameter):
             raise InputError(f"{self.who}: {name!r} is a {type(parameter).__name__}, which offload= cannot move; leave it out")
         return parameter
@@ -88,7 +88,7 @@ class PagedModel:
                 raise
 
     def _watch(self, module: nn.Module, names: list[str]) -> None:
-        """Let parameters have memory while a module is called."""
+        """Fill parameters while a module is called."""
         calls: list[ExitStack] = []
 
         def begin(*_: Any) -> None:
@@ -143,7 +143,7 @@ class PagedModel:
             self.pieces = pieces
 
     def fill(self, name: str, value: Tensor) -> None:
-        """Let a whole parameter have a value."""
+        """Copy a value to a whole parameter."""
         self._allocate(name).copy_(value)
 
     def _allocate(self, name: str) -> Tensor:
@@ -156,7 +156,7 @@ class PagedModel:
             whole.untyped_storage().resize_(0)
 
     def current(self) -> dict[str, Tensor]:
-        """Return what is here of the module's parameters now, whatever has been put in their place."""
+        """Return the present parts of the module's parameters, also while whole ones are in their place."""
         return self.pieces if self.is_plain else {name: p.detach() for name, p in self.module.named_parameters()}
 
     # Transport: from the host and back; between processes, of a subclass ----------------------------------------------------
@@ -195,14 +195,14 @@ class _Reads(TorchDispatchMode):
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Let no recorder of torch's operations see those within the context, which are none of the module's."""
+    """Hide operations within the context from recorders: they are not the module's."""
     disabled = torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
     with disabled[0], disabled[1], disabled[2], torch.no_grad():
         yield
 
 
 def refill(content: dict[Any, Any], copy: Mapping[Any, Any]) -> None:
-    """Give a dict the entries of a copy again."""
+    """Restore the entries of a dict from a copy."""
     content.clear()
     content.update(copy)
 
