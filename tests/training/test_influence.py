@@ -404,7 +404,8 @@ def test_a_step_of_a_replay_keeps_parameters_and_state(monkeypatch: pytest.Monke
         with PeakBytes(*network.parameters(), *run.checkpoints[0].values()) as meter:
             hk.influence(network, shuffled(data), (X_TEST[:1], Y_TEST[:1]), method=run, loss="cross_entropy")
         peaks.append(meter.marked / (8 * size))
-    assert 4 * 3 <= peaks[1] - peaks[0] <= 4 * 3.1
+    # of four steps; a peak may hold one vector more or less, as temporaries are freed, a fourth one in each step would add four
+    assert abs(peaks[1] - peaks[0] - 4 * 3) < 2
     z, alive = torch.ones(2, 3, requires_grad=True) * 1, []
     weakref.finalize(z, alive.append, "freed")
     weigh(z, torch.ones(2))
