@@ -255,7 +255,7 @@ def picture(
         panels = [figure.add_subplot(below[0, k]) for k in range(3)]
         heading(panels[0], "Gradient at initialisation", "block", "gradient norm (thin lines: seeds)")
         heading(panels[1], f"Gradient after {spec_of(deep).steps} steps", "block")
-        heading(panels[2], "Last over first block, at initialisation", "number of blocks", "ratio of gradient norms")
+        heading(panels[2], "Last over first block, initial", "number of blocks", "ratio of gradient norms")
         for name, values in gradients.items():
             look = {**LOOKS[name], "markersize": 2.5}
             blocks = range(1, values.shape[-1] + 1)
