@@ -136,7 +136,7 @@ class LossSlices(Printed, WithDict):
     Attributes:
         slices: Slices, one for each direction.
         plane: The loss on the plane of the two directions; None unless asked for.
-        notes: Differences between two checkpoints outside the parameters.
+        notes: Differences between two checkpoints outside the parameters that move.
         seconds: Time taken.
     """
 

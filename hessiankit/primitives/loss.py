@@ -200,7 +200,7 @@ class SampledLoss(ByLinearising):
     Balles and Hennig, Limitations of the Empirical Fisher Approximation, 2019, Eqs. 2 and 3). Value and gradient are the loss's.
 
     Inputs (Z, T): Z of B ... C entries, and T (B, 1 + M, ...) whose second axis holds the loss's own target and M others. A
-        part of the samples thus has the same rows of T.
+    part of the samples thus has the same rows of T.
 
     Args:
         loss: The loss, which has a normalizer.

@@ -225,14 +225,14 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function under :data:`TORCH_LOCK`, in IEEE arithmetic, outside inference mode, which autograd cannot use."""
 
     @wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
         with TORCH_LOCK, ieee_arithmetic():
             if not torch.is_inference_mode_enabled():
                 return function(*args, **kwargs)
             with torch.inference_mode(False), torch.no_grad():
                 return function(*args, **kwargs)
 
-    return alone
+    return locked
 
 
 @contextmanager
@@ -272,12 +272,12 @@ def hand_back_memory(parameters: int) -> None:
 def computed_later(function: Callable[P, R]) -> Callable[P, R]:
     """Run a deferred computation under :data:`TORCH_LOCK` and without the autocast of the code that reads its result."""
 
-    alone = one_at_a_time(function)
+    locked = one_at_a_time(function)
 
     @wraps(function)
     def later(*args: P.args, **kwargs: P.kwargs) -> R:
         with full_precision():
-            return alone(*args, **kwargs)
+            return locked(*args, **kwargs)
 
     return later
 
