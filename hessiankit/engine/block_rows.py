@@ -12,7 +12,7 @@ Shared parameters and the order of the places need no special cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
-from hessiankit.engine.matrix_rows import Columns, MatrixRows, shifted
+from hessiankit.engine.matrix_rows import Columns, MatrixRows
 from hessiankit.engine.paths import Paths, Place
+from hessiankit.engine.storage import zeros
 from hessiankit.engine.sweep import TAIL_SIZE, InputTangents, Tangents, UnitColumns, dense, pull, push, reads, work_space
 from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
-TILE = 2**17
+TILE = 2**18
 """Numbers of rows that are made and added to the matrix at a time: they stay in a cache of the second level."""
 
 
@@ -173,6 +174,11 @@ class BlockRows:
 
         pull(path, dict(bars or {}), input_tangents, {}, stops, arrived)
 
+    def _chunks(self, count: int, path: list[Step]) -> Iterator[slice]:
+        """Yield directions of a path that are swept at once, of ``count`` in all."""
+        step = max(1, work_space(self.paths.device) // max(1, 3 * self.paths.numbers(path)))
+        yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
+
     def _through(self, section: Section, tail: Tail, *, is_diagonal: bool) -> tuple[Tail, Tensor | None]:
         """Pull what follows a section back through it, to the columns of its own parameters.
 
@@ -189,18 +195,19 @@ class BlockRows:
             K.diagonal(dim1=1, dim2=3).copy_(tail.K.reshape(groups, inner, row, row).permute(0, 2, 3, 1))
             K = K.reshape(groups, size, size)
         to_entry: list[Tensor] = []
+        bars = K.transpose(0, 1).reshape(size, *x.shape)
+        for chunk in self._chunks(size, section.path):
 
-        def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
-            assert isinstance(bar, Tensor)
-            if place is entry:
-                to_entry.append(bar.reshape(size, groups, -1).transpose(0, 1).contiguous())
-            elif not is_diagonal:
-                for v, covectors in place.arriving(bar, groups, mixed=False):
-                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, tail.columns.slices[key(v)]])
+            def arrive(place: Place, bar: Tangents, mixed: bool, chunk: slice = chunk) -> None:
+                assert isinstance(bar, Tensor)
+                if place is entry:
+                    to_entry.append(bar.reshape(len(bar), groups, -1).transpose(0, 1))
+                elif not is_diagonal:
+                    for v, covectors in place.arriving(bar, groups, mixed=False):
+                        v.add_vjp(covectors, Z.transpose(0, 1)[chunk, :, tail.columns.slices[key(v)]])
 
-        bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
-        self.sweep(section, section.path, arrive, bars=bars)
-        return Tail(tail.at, level, K, Z, tail.columns), to_entry[0] if to_entry else None
+            self.sweep(section, section.path, arrive, bars={tail.at: bars[chunk]})
+        return Tail(tail.at, level, K, Z, tail.columns), torch.cat(to_entry, 1) if to_entry else None
 
     def _enter(
         self, section: Section, tail: Tail | None, to_entry: Tensor | None, earlier: Sequence[Place], *, is_diagonal: bool
@@ -211,37 +218,30 @@ class BlockRows:
         y = self.paths.value(entry.at)
         entry_level = self.paths.level(entry.at, path)
         level = min(entry_level, tail.level) if tail else entry_level
-        d = Directions(entry, entry_level, entry.width, [], False)
         columns = tail.columns if tail else self._columns([] if is_diagonal else section.places)
         wider = self._columns([] if is_diagonal else earlier, columns)
-        groups, m, inner = d.groups, d.rows, y.shape[level:entry_level].numel()
+        groups, count, inner = y.shape[:entry_level].numel(), y.shape[entry_level:].numel(), y.shape[level:entry_level].numel()
         first = wider.size - columns.size  # of the columns that are known; those of earlier places precede them
-        sizes = max(0, _last_column(section, wider) - first), y.numel() // y.shape[:level].numel()
-        parts, ends = list[list[Tensor]](), list[Tensor]()
-        plan = SweepPlan(path, [d], self.paths.numbers(path), False)
-        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * sizes[0], work_space(self.paths.device)):
-            parts.append([y.new_zeros(groups, m * (stop - start), size) for size in sizes])
+        Z, K = zeros((groups, count, wider.size), y.dtype, y.device), y.new_zeros(groups, count, inner * count)
+        units = torch.eye(count, dtype=y.dtype, device=y.device).reshape(count, *(1,) * entry_level, *y.shape[entry_level:])
+        for chunk in self._chunks(count, path):
+            T: list[Tensor] = []
 
-            def arrive(place: Place, bar: Tangents, mixed: bool) -> None:
+            def arrive(place: Place, bar: Tangents, mixed: bool, chunk: slice = chunk) -> None:
                 assert isinstance(bar, Tensor)
-                Z, K = parts[-1]
                 if place is entry:
-                    rows = bar.reshape(len(bar), groups, -1).transpose(0, 1)
-                    into = K.reshape(groups // inner, inner, len(bar), inner, -1)
-                    into.diagonal(dim1=1, dim2=3).add_(rows.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
+                    rows = bar.reshape(len(bar), -1, inner, count).permute(1, 0, 3, 2)
+                    into = K[:, chunk].unflatten(0, (-1, inner)).unflatten(3, (inner, -1))
+                    into.diagonal(dim1=1, dim2=3).add_(rows)
                 elif not is_diagonal:
                     for v, covectors in place.arriving(bar, groups, mixed=mixed):
-                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, shifted(wider.slices[key(v)], -first)])
+                        v.add_vjp(covectors, Z.transpose(0, 1)[chunk, :, wider.slices[key(v)]])
 
-            self.sweep(section, path, arrive, seeds={entry.at: d.tangents(start, stop, y)}, read_end=ends.append)
-        own_Z, K = (torch.cat([x.unflatten(1, (m, -1)) for x in xs], 2).flatten(1, 2) for xs in zip(*parts, strict=True))
-        Z = y.new_zeros(groups, m * d.outputs, wider.size)
-        if tail is not None:
-            T = torch.cat([x.unflatten(0, (m, -1)) for x in ends], 1).flatten(0, 1)
-            combine(T, entry_level, tail.Z, Z[:, :, first:])
+            self.sweep(section, path, arrive, seeds={entry.at: units[chunk].expand(-1, *y.shape)}, read_end=T.append)
+            if tail is not None:
+                combine(T[0], entry_level, tail.Z, Z[:, chunk, first:])
             if to_entry is not None:
-                K += combine(T, entry_level, to_entry)
-        Z[:, :, first : first + sizes[0]] += own_Z
+                combine(T[0], entry_level, to_entry, K[:, chunk])
         G = y.shape[:level].numel()
         return Tail(entry.at, level, K.reshape(G, y.numel() // G, -1), Z.reshape(G, y.numel() // G, -1), wider)
 
@@ -314,6 +314,10 @@ def _last_column(section: Section, columns: Columns) -> int:
 
 
 def combine(T: Tensor, level: int, Z: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return T^T Z (groups, S, columns) for directions T (S, *shape) that do not mix the first ``level`` axes."""
+    """Return T^T Z (groups, S, columns) for directions T (S, *shape) that do not mix the first ``level`` axes.
+
+    With ``into``, add it there.
+    """
     count, groups = len(T), T.shape[1 : 1 + level].numel()
-    return torch.bmm(T.reshape(count, groups, -1).transpose(0, 1), Z.reshape(groups, T[0].numel() // groups, -1), out=into)
+    left, right = T.reshape(count, groups, -1).transpose(0, 1), Z.reshape(groups, T[0].numel() // groups, -1)
+    return torch.bmm(left, right) if into is None else into.baddbmm_(left, right)

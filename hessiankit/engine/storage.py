@@ -18,8 +18,8 @@ from hessiankit.support.torch_state import read_numbers
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
 
 
-def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a matrix of zeros, in large pages where the system has them.
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros, in large pages where the system has them.
 
     >>> zeros((2, 2), torch.float64, torch.device("cpu")).tolist()
     [[0.0, 0.0], [0.0, 0.0]]
