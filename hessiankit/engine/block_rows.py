@@ -176,7 +176,7 @@ class BlockRows:
 
     def _chunks(self, count: int, path: list[Step]) -> Iterator[slice]:
         """Yield directions of a path that are swept at once, of ``count`` in all."""
-        step = max(1, work_space(self.paths.device) // max(1, 3 * self.paths.numbers(path)))
+        step = max(1, work_space(self.paths.device) // max(1, 3 * self.paths.work(path).numbers))
         yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def _through(self, section: Section, tail: Tail, *, is_diagonal: bool) -> tuple[Tail, Tensor | None]:

@@ -107,12 +107,12 @@ class _Count:
 
     def through(self, path: list[Step], directions: int, sums: int, tail_numbers: int, *, is_rowwise: bool) -> None:
         """Count the cost of a cut: directions over a section, the sums that each ends in, and the numbers kept."""
-        numbers = self.paths.numbers(path)
-        multiplications = directions * (self.paths.multiplications(path) + sums)
-        passes = PATH_PASSES * directions * numbers + WRITES * tail_numbers
-        operations = READ + STEP * len(path) + directions * self.paths.calls(path)
+        work = self.paths.work(path)
+        multiplications = directions * (work.multiplications + sums)
+        passes = PATH_PASSES * directions * work.numbers + WRITES * tail_numbers
+        operations = READ + STEP * len(path) + directions * work.calls
         self._add(multiplications, passes, operations, is_rowwise=is_rowwise)
-        self.peak = max(self.peak, min(work_space(self.paths.device), 3 * directions * numbers) + 2 * tail_numbers)
+        self.peak = max(self.peak, min(work_space(self.paths.device), 3 * directions * work.numbers) + 2 * tail_numbers)
 
     def plan(self, plan: SweepPlan, section: Section) -> None:
         """Count the cost of the directions of one sweep."""
@@ -125,7 +125,8 @@ class _Count:
         numbers = 3 * plan.numbers + (0 if plan.by_pairs else groups * sum(place.size for place in section.places))
         space = work_space(self.paths.device)
         operations = plan.chunk_count(numbers, space) * (STEP * len(plan.path) // (1 + self.is_diagonal) + READ * len(targets))
-        operations += count * self.paths.calls(plan.path)
+        work = self.paths.work(plan.path, first.at if plan.by_pairs and len(plan.directions) == 1 else None)
+        operations += count * work.calls
         if plan.by_pairs:
             sums = sum(t.rows * t.size * r.size for t, r in ways)
             entries = sum(t.size * r.size for t, r in ways)
@@ -144,10 +145,7 @@ class _Count:
             entries = size
         sums += count * tail_numbers
         self.directions += count
-        columns_of = first.at if plan.by_pairs and len(plan.directions) == 1 else None
-        multiplications = (
-            count * self.paths.multiplications(plan.path, is_diagonal=self.is_diagonal, columns_of=columns_of) + sums
-        )
+        multiplications = count * (work.diagonal if self.is_diagonal else work.multiplications) + sums
         passes = PATH_PASSES * count * plan.numbers + 2 * pair_numbers + WRITES * entries
         self._add(multiplications, passes, operations, is_rowwise=plan.is_rowwise)
         self.peak = max(self.peak, min(max(space, numbers), count * numbers) + min(TAIL_SIZE, pair_numbers) + tail_numbers)

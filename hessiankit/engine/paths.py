@@ -86,24 +86,24 @@ class Place:
         return [(u, bar.reshape(len(bar), groups, -1, self.width)) for u in self.jacobians]
 
 
-class StepWork(NamedTuple):
-    """The cost of one direction at a step.
+class Work(NamedTuple):
+    """The cost of one direction on a path, or at one step.
 
     Attributes:
         tangent_numbers: Numbers of its tangents.
         numbers: Numbers of its tangents, or of the covectors pulled where they are more.
-        inputs: Number of the inputs that move.
-        product: Multiply-adds of one product.
+        multiplications: Multiply-adds of pushing it, of its curvature and of pulling it.
+        diagonal: Multiply-adds of pushing it and of its curvature.
+        product: Multiply-adds of one product of the step.
+        calls: Calls of torch, besides those that all directions share.
     """
 
     tangent_numbers: int
     numbers: int
-    inputs: int
+    multiplications: float
+    diagonal: float
     product: float
-
-    def multiplications(self, *, is_diagonal: bool) -> float:
-        """Return the multiply-adds of pushing a direction, of its curvature and, unless ``is_diagonal``, of pulling it."""
-        return (self.inputs + 2 * (self.inputs - 1) + (0 if is_diagonal else self.inputs)) * self.product
+    calls: int
 
 
 class Paths:
@@ -140,7 +140,7 @@ class Paths:
         self.places = self._places()
         self.by_value = {place.at: place for place in self.places}
         self._rowwise: dict[tuple[object, ...], bool] = {}
-        self._work: dict[tuple[object, ...], StepWork] = {}
+        self._work: dict[tuple[object, ...], Work] = {}
 
     @property
     def device(self) -> torch.device:
@@ -166,44 +166,38 @@ class Paths:
         """Return the finest level, at most ``level``, at which some steps keep rows apart."""
         return next((k for k in range(level, 0, -1) if all(self.keeps_apart(step, k) for step in path)), 0)
 
-    def numbers(self, path: Iterable[Step], *, is_diagonal: bool = False) -> int:
-        """Return the numbers that one direction takes on a path, pushed and pulled; ``is_diagonal``: pushed."""
-        return sum(work.tangent_numbers if is_diagonal else work.numbers for work in map(self.step_work, path))
-
-    def multiplications(self, path: Sequence[Step], *, is_diagonal: bool = False, columns_of: int | None = None) -> float:
-        """Return the multiply-adds of the products on a path, for one direction.
+    def work(self, path: Sequence[Step], columns_of: int | None = None) -> Work:
+        """Return the cost of one direction on a path.
 
         Args:
             path: Steps.
-            is_diagonal: Whether directions are not pulled.
             columns_of: A value at which each direction moves one column, so that its first product only reads rows of a
                 matrix.
         """
-        total, columns = 0.0, {columns_of}
-        for step in path:
-            work = self.step_work(step)
-            is_by_column = columns_of is not None and work.inputs == 1 and not columns.isdisjoint(step.inputs)
-            if is_by_column and step.primitive.factor is not None:
-                columns.add(step.output)
-            total += work.multiplications(is_diagonal=is_diagonal) - is_by_column * work.product
-        return total
+        works = [self._work.get((step.output, step.inputs)) or self.step_work(step) for step in path]
+        saved, columns = 0.0, {columns_of}
+        for step, work in zip(path, works, strict=True) if columns_of is not None else ():
+            if len(step.inputs) - step.inputs.count(None) == 1 and not columns.isdisjoint(step.inputs):
+                saved += work.product
+                if step.primitive.factor is not None:
+                    columns.add(step.output)
+        tangents, numbers, multiplications, diagonal, products, calls = map(sum, zip(*works, strict=True)) if works else (0,) * 6
+        return Work(tangents, numbers, multiplications - saved, diagonal - saved, products, calls)
 
-    def step_work(self, step: Step) -> StepWork:
+    def step_work(self, step: Step) -> Work:
         """Return the cost of one direction at a step."""
         key = (step.output, step.inputs)
         if key not in self._work:
             a, moving_inputs = self._applications[step.output], [at for at in step.inputs if at is not None]
-            value = self.value(step.output)
+            value, inputs = self.value(step.output), len(moving_inputs)
             tangent_numbers, covector_numbers = value.numel(), sum(self.value(at).numel() for at in moving_inputs)
             if a.primitive.selects and tangent_numbers == covector_numbers:  # the same numbers, read in another shape or order
                 tangent_numbers = covector_numbers = 0
             product = a.primitive.multiplications(self.trace.gather(a), value)  # type: ignore[arg-type]
-            self._work[key] = StepWork(tangent_numbers, max(tangent_numbers, covector_numbers), len(moving_inputs), product)
+            diagonal = (inputs + 2 * (inputs - 1)) * product
+            numbers, calls = max(tangent_numbers, covector_numbers), 2 * (a.primitive.calls - 1)
+            self._work[key] = Work(tangent_numbers, numbers, diagonal + inputs * product, diagonal, product, calls)
         return self._work[key]
-
-    def calls(self, path: Sequence[Step]) -> int:
-        """Return the calls of torch that one direction takes on a path, besides the calls that all directions share."""
-        return 2 * sum(self._applications[step.output].primitive.calls - 1 for step in path)
 
     @cached_property
     def tied(self) -> set[str]:
@@ -324,7 +318,7 @@ class Reach:
     Args:
         paths: All ways through the trace.
         steps: Steps that count, in order.
-        is_diagonal: Argument of :meth:`Paths.numbers`.
+        is_diagonal: Whether directions are pushed alone.
     """
 
     def __init__(self, paths: Paths, steps: Sequence[Step], *, is_diagonal: bool = False) -> None:
@@ -338,7 +332,7 @@ class Reach:
 
     def clear(self) -> None:
         """Remove all values."""
-        self._moving_values: set[int] = set()
+        self._moving_values: set[int | None] = {None}  # None stands for an input that never moves
         self._path_steps: dict[int, Step] = {}
         self._levels = list(range(1, 1 + max((self._paths.value(step.output).ndim for step in self._steps), default=0)))
         self.numbers = 0
@@ -351,12 +345,12 @@ class Reach:
             readers = () if at in self._moving_values else self._readers.get(at, ())
             self._moving_values.add(at)
             for n in readers:
-                step = self._steps[n]
-                inputs = tuple(k if k in self._moving_values else None for k in step.inputs)
-                if n in self._path_steps:
-                    self._count(self._path_steps[n], -1)
-                self._path_steps[n] = step if inputs == step.inputs else replace(step, inputs=inputs)
-                self._count(self._path_steps[n], 1)
+                step, earlier = self._steps[n], self._path_steps.get(n)
+                if not self._moving_values.issuperset(step.inputs):
+                    step = replace(step, inputs=tuple(k if k in self._moving_values else None for k in step.inputs))
+                self._path_steps[n] = step
+                self.numbers += self._numbers(step) - (0 if earlier is None else self._numbers(earlier))
+                self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
                 queue.append(step.output)
 
     @property
@@ -368,10 +362,9 @@ class Reach:
         """Return the finest level at which the path keeps the rows of a value apart."""
         return max((k for k in self._levels if k < self._paths.value(at).ndim), default=0)
 
-    def _count(self, step: Step, times: int) -> None:
+    def _numbers(self, step: Step) -> int:
         work = self._paths.step_work(step)
-        self.numbers += times * (work.tangent_numbers if self._is_diagonal else work.numbers)
-        self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
+        return work.tangent_numbers if self._is_diagonal else work.numbers
 
 
 def _meet(u: ParameterJacobian, jacobians: Sequence[ParameterJacobian]) -> bool:

@@ -98,7 +98,8 @@ def test_a_path_that_grows_takes_what_the_whole_takes(name: str, alone: bool) ->
             assert [step.output for step in path] == [s.output for s in paths.steps if not moving.isdisjoint(s.inputs)]
             for step in path:
                 assert all(at is None or at in moving for at in step.inputs)
-            assert reach.numbers == paths.numbers(path, is_diagonal=alone)
+            work = paths.work(path)
+            assert reach.numbers == (work.tangent_numbers if alone else work.numbers)
             assert reach.level(place.at) == paths.level(place.at, path)
 
 
@@ -119,8 +120,8 @@ def test_a_product_of_two_values_that_move_is_pushed_bent_and_pulled_by_both() -
     module = Formula(lambda m, x: torch.tanh(x @ m.W) @ torch.tanh(x @ m.W).mT, W=(3, 2))
     paths = paths_of(module, draw(2, 4, 3), draw(2, 4, 4, seed=2), "mse")
     path = paths.reach([place.at for place in paths.places])
-    assert paths.multiplications(path) == (2 + 2 + 2) * 2 * 4 * 4 * 2
-    assert paths.multiplications(path, is_diagonal=True) == (2 + 2) * 2 * 4 * 4 * 2
+    assert paths.work(path).multiplications == (2 + 2 + 2) * 2 * 4 * 4 * 2
+    assert paths.work(path).diagonal == (2 + 2) * 2 * 4 * 4 * 2
 
 
 @pytest.mark.parametrize("alone", [False, True])
