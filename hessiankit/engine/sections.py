@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -52,8 +52,6 @@ class _Division:
 
     Attributes:
         stream: Numbers of the steps after which all paths pass through one value.
-        section: Steps after one number up to another as a section, built once.
-        work: Cost of a section between two numbers, in passes over a number, counted once.
     """
 
     def __init__(self, paths: Paths, *, is_diagonal: bool) -> None:
@@ -71,7 +69,8 @@ class _Division:
         widths = list(accumulate(crossing))
         self.stream = [n for n, step in enumerate(paths.steps[:-1]) if widths[n] == 1 and step.output in reads]
         self._numbered_places = [(born[place.at], place) for place in paths.places]
-        self.section, self.work = cache(self._section), cache(self._work)
+        self._sections: dict[tuple[int, int], Section] = {}
+        self._works: dict[tuple[int, int], float] = {}
 
     @cached_property
     def _levels(self) -> dict[int, int]:
@@ -112,12 +111,20 @@ class _Division:
                 narrow.append(n)
         return narrow
 
-    def _work(self, start: int, stop: int) -> float:
-        """Return the cost of a section, in passes over a number."""
-        return section_cost(self.paths, self.section(start, stop), is_diagonal=self.is_diagonal).work
+    def work(self, start: int, stop: int) -> float:
+        """Return the cost of a section, in passes over a number, counted once."""
+        if (start, stop) not in self._works:
+            cost = section_cost(self.paths, self.section(start, stop), is_diagonal=self.is_diagonal)
+            self._works[start, stop] = cost.work
+        return self._works[start, stop]
+
+    def section(self, start: int, stop: int) -> Section:
+        """Return the steps after one number up to another as a section, built once."""
+        if (start, stop) not in self._sections:
+            self._sections[start, stop] = self._section(start, stop)
+        return self._sections[start, stop]
 
     def _section(self, start: int, stop: int) -> Section:
-        """Return the steps after one number up to another as a section."""
         paths, steps = self.paths, self.paths.steps[start + 1 : stop + 1]
         places = [place for n, place in self._numbered_places if start < n <= stop]
         entry, end = None if start < 0 else self._entry(start), steps[-1].output

@@ -52,24 +52,24 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
     A ``UserDict`` is a container whether torch has been taught so or not, which depends on what else has been imported.
     """
-    results: dict[int, Tensor] = {}
+    return _mapped(function, {}, tree)
 
-    def mapped(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            if id(x) not in results:
-                results[id(x)] = function(x)
-            return results[id(x)]
-        if isinstance(x, UserDict):
-            copy_of_x = copy.copy(x)
-            copy_of_x.data = {key: mapped(value) for key, value in x.data.items()}
-            return copy_of_x
-        kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
-        if kind is None:
-            return {key: mapped(value) for key, value in x.items()} if isinstance(x, Mapping) else x
-        parts, context = kind.flatten_fn(x)
-        return kind.unflatten_fn([mapped(part) for part in parts], context)
 
-    return mapped(tree)
+def _mapped(function: Callable[[Tensor], Tensor], results: dict[int, Tensor], x: Any) -> Any:
+    """Map the tensors in ``x``, those that occurred before by their results."""
+    if isinstance(x, Tensor):
+        if id(x) not in results:
+            results[id(x)] = function(x)
+        return results[id(x)]
+    if isinstance(x, UserDict):
+        copy_of_x = copy.copy(x)
+        copy_of_x.data = {key: _mapped(function, results, value) for key, value in x.data.items()}
+        return copy_of_x
+    kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
+    if kind is None:
+        return {key: _mapped(function, results, value) for key, value in x.items()} if isinstance(x, Mapping) else x
+    parts, context = kind.flatten_fn(x)
+    return kind.unflatten_fn([_mapped(function, results, part) for part in parts], context)
 
 
 def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:

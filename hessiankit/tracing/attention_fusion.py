@@ -71,22 +71,26 @@ def _between_products(
     softmax: Application, producers: Mapping[int, Application], sole_readers: Mapping[int, Application]
 ) -> list[Application] | None:
     """Return the applications from a product through a softmax to one of the weights, unless another operation reads them."""
-
-    def before(at: int | None) -> list[Application] | None:
-        a = producers.get(at) if at in sole_readers else None  # type: ignore[arg-type]
-        if a is None or isinstance(a.primitive, MatMul):
-            return None if a is None else [a]
-        is_entrywise = isinstance(a.primitive, (*MOVES, *AFFINE))
-        chain_before = next((chain for k in a.inputs if (chain := before(k))), None) if is_entrywise else None
-        return chain_before and [*chain_before, a]
-
-    chain = before(softmax.inputs[0])
+    chain = _from_product(softmax.inputs[0], producers, sole_readers)
     if chain is None:
         return None
     chain.append(softmax)
     while (a := sole_readers.get(chain[-1].output)) is not None and isinstance(a.primitive, MOVES):
         chain.append(a)
     return [*chain, a] if a is not None and isinstance(a.primitive, MatMul) and a.inputs[0] == chain[-1].output else None
+
+
+def _from_product(
+    at: int | None, producers: Mapping[int, Application], sole_readers: Mapping[int, Application]
+) -> list[Application] | None:
+    """Return the applications from a product to a value."""
+    a = producers.get(at) if at in sole_readers else None  # type: ignore[arg-type]
+    if a is None or isinstance(a.primitive, MatMul):
+        return None if a is None else [a]
+    if not isinstance(a.primitive, (*MOVES, *AFFINE)):
+        return None
+    chain = next((chain for k in a.inputs if (chain := _from_product(k, producers, sole_readers))), None)
+    return chain and [*chain, a]
 
 
 def _fused(
