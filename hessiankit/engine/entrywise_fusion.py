@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.primitives.directions import joint_shape
 from hessiankit.primitives.primitive import Linearised, LinearisedEntrywise
 from hessiankit.tracing.trace import accumulate
 
@@ -76,7 +77,7 @@ def _is_entrywise(step: Step) -> bool:
     if not step.primitive.primitive.is_entrywise:
         return False
     shapes = [x.shape for x in step.primitive.inputs if x is not None]
-    common_shape = torch.broadcast_shapes(*shapes)
+    common_shape = joint_shape(*shapes)
     return all(shape == common_shape for shape, at in zip(shapes, step.inputs, strict=True) if at is not None)
 
 

@@ -355,7 +355,7 @@ class Linearisation(ComparedBatch):
 
 def _fuse(run: list[Step], steps: list[Step], live_values: set[int | None]) -> None:
     """Move a run to the steps, all of them last first, fused, so that single operations keep no memory of their own."""
-    result = fuse_entrywise(run[::-1], live_values)
+    result = fuse_entrywise(run[::-1], live_values) if len(run) > 1 else list(run)
     live_values.update(at for step in result for at in step.inputs)
     steps += result[::-1]
     run.clear()
