@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,7 +29,8 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.operations += 1
-        count = flop_registry.get(func.overloadpacket)
+        name = func.overloadpacket.__name__  # baddbmm_ multiplies as baddbmm does
+        count = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)
         before = {x.untyped_storage()._cdata for x in tensors((args, tuple(kwargs.values())))}

@@ -232,7 +232,7 @@ class BlockRows:
                 if place is entry:
                     rows = bar.reshape(len(bar), -1, inner, count).permute(1, 0, 3, 2)
                     into = K[:, chunk].unflatten(0, (-1, inner)).unflatten(3, (inner, -1))
-                    into.diagonal(dim1=1, dim2=3).add_(rows)
+                    into.diagonal(dim1=1, dim2=3).copy_(rows)
                 elif not is_diagonal:
                     for v, covectors in place.arriving(bar, groups, mixed=mixed):
                         v.add_vjp(covectors, Z.transpose(0, 1)[chunk, :, wider.slices[key(v)]])

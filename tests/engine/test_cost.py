@@ -74,7 +74,7 @@ def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypat
     paths = paths_of(module, *rest, by_column=alone)
     cost = sweep_cost(paths, sections.sections(paths, is_diagonal=alone), is_diagonal=alone)
     meter = measured(paths, alone=alone)
-    lower, upper = (0.8, 5.0) if alone else (0.7, 2.2)
+    lower, upper = (0.8, 5.0) if alone else (0.8, 1.4)
     assert lower <= cost.multiplications / (meter.flops / 2) <= upper
     assert 0.2 <= cost.operations / meter.operations <= 2
     assert 0.25 <= 8 * cost.numbers / meter.peak <= (25 if alone else 4)
