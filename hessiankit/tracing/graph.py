@@ -64,7 +64,7 @@ class Graph:
     ) -> Node:
         """Append a node; ``name``, or else that of the target, gets a number where another node has it."""
         kwargs = kwargs or {}
-        inputs = dict.fromkeys(instances(Node, (args, kwargs)))
+        inputs = dict.fromkeys(instances(Node, *args, *kwargs.values()))
         node = Node(op, target, args, kwargs, self._unique(name or str(target)), tuple(inputs))
         for input_node in inputs:
             input_node.users.append(node)
@@ -155,19 +155,21 @@ class Recording:
         return any(isinstance(step, NUMBER) for step in self.course)
 
 
-def instances(kind: type[T], tree: Any) -> list[T]:
-    """Return the objects of a class in the nested containers that operations take and return, in order.
+def instances(kind: type[T], *trees: Any) -> list[T]:
+    """Return the objects of a class in nested containers such as operations take and return, in order.
 
-    >>> instances(int, (1, [2, None], {"x": "three", "y": (4,)}))
+    >>> instances(int, 1, [2, None], {"x": "three", "y": (4,)})
     [1, 2, 4]
     """
-    if isinstance(tree, kind):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list, deque)):
-        return []
-    return [x for part in tree for x in instances(kind, part)]
+    objects: list[T] = []
+    for x in trees:
+        if isinstance(x, kind):
+            objects.append(x)
+        elif isinstance(x, (tuple, list, deque)):
+            objects += instances(kind, *x)
+        elif isinstance(x, dict):
+            objects += instances(kind, *x.values())
+    return objects
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
