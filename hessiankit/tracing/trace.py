@@ -361,8 +361,8 @@ def _record(
     match = None
     closed_form: Any = None if sparse else RULES.get(run)
     if closed_form is not None:
-        options = _names(closed_form)
-        match = closed_form(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in options})
+        facts = {"result": value, "output_index": index}
+        match = closed_form(*args, **kwargs, **{name: facts[name] for name in _facts(closed_form)})
         if match is not None and by_tensor.keys().isdisjoint(map(id, match[1])):
             return  # this output_index comes from inputs that do not move
     if match is None:
@@ -396,9 +396,10 @@ def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], va
 
 
 @cache
-def _names(rule: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a rule's arguments."""
-    return frozenset(inspect.signature(rule).parameters)
+def _facts(rule: Callable[..., Any]) -> list[str]:
+    """Return what a rule asks for besides the arguments of its operation."""
+    parameters = inspect.signature(rule).parameters
+    return [name for name in ("result", "output_index") if name in parameters]
 
 
 @rule(*WRITTEN_OUT.values())
