@@ -105,16 +105,12 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 
 def overwritten(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return those arguments of a call whose memory it writes into."""
-    places = _written_places(operation)
-    values = [args[k] if k < len(args) else kwargs.get(name) for k, name in places]
-    return torch.utils._pytree.tree_leaves(values) if values else []
-
-
-@cache
-def _written_places(operation: Any) -> list[tuple[int, str]]:
-    """Return the positions and names of the arguments that an operation writes into."""
-    arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
-    return [(k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    schema = getattr(operation, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    by_name = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return torch.utils._pytree.tree_leaves([by_name.get(name) for name in names])
 
 
 def written(node: Node) -> list[Node]:
