@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hessiankit.primitives.directions import add_at, align, same_rows, unbroadcast
+from hessiankit.primitives.directions import add_at, align, joint_shape, same_rows, unbroadcast
 from hessiankit.primitives.primitive import Covectors, Inputs, Linearised, PartOfCovectors, Primitive, Sums, Tangents, total
 
 
@@ -225,7 +225,7 @@ class Where(Primitive):
         return same_rows(inputs, axes, motion, self._shape(inputs))
 
     def _shape(self, inputs: Inputs) -> torch.Size:
-        return torch.broadcast_shapes(self.condition.shape, *(x.shape for x in inputs))
+        return joint_shape(self.condition.shape, *(x.shape for x in inputs))
 
 
 def _axis(X: Tensor, dim: int) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import builtins
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.fx.node import map_aggregate
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -54,15 +57,14 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self._names: dict[str, int] = {}
+        self._names = dict.fromkeys(dir(builtins), 1)  # "sum_1" is the first sum, as in torch.fx
 
     def add(
         self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, name: str | None = None
     ) -> Node:
         """Append a node; ``name``, or else that of the target, gets a number where another node has it."""
         kwargs = kwargs or {}
-        inputs: dict[Node, None] = {}
-        map_nodes(lambda node: inputs.setdefault(node), (args, kwargs))
+        inputs = dict.fromkeys(instances(Node, *args, *kwargs.values()))
         node = Node(op, target, args, kwargs, self._unique(name or str(target)), tuple(inputs))
         for input_node in inputs:
             input_node.users.append(node)
@@ -82,7 +84,7 @@ class Graph:
         self.nodes.clear()
 
     def _unique(self, name: str) -> str:
-        count = self._names.get(name, int(hasattr(builtins, name)))  # "sum_1" is the first sum, as in torch.fx
+        count = self._names.get(name, 0)
         self._names[name] = count + 1
         return f"{name}_{count}" if count else name
 
@@ -153,9 +155,26 @@ class Recording:
         return any(isinstance(step, NUMBER) for step in self.course)
 
 
+def instances(kind: type[T], *trees: Any) -> list[T]:
+    """Return the objects of a class in nested containers such as operations take and return, in order.
+
+    >>> instances(int, 1, [2, None], {"x": "three", "y": (4,)})
+    [1, 2, 4]
+    """
+    objects: list[T] = []
+    for x in trees:
+        if isinstance(x, kind):
+            objects.append(x)
+        elif isinstance(x, (tuple, list, deque)):
+            objects += instances(kind, *x)
+        elif isinstance(x, dict):
+            objects += instances(kind, *x.values())
+    return objects
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in nested containers."""
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return instances(Tensor, tree)
 
 
 def unwrapped(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from traceback import walk_stack
 from typing import Any
 
@@ -94,10 +95,12 @@ _INTERNALS: Any = torch._C
 _NEW = frozenset(getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty"))
 _NORM = aten.linalg_vector_norm.default  # its backward is zero at a vector of zeros, where that of its parts is not finite
 _PRODUCTS = (aten.matmul.default, aten.linear.default)  # whole where both are matrices: to enter a mode takes as long as they do
+_DEVICE = torch.ops.prim.device.default
 _DUAL = (aten._make_dual.default, aten._unpack_dual.default)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_WATCHED = frozenset((Tensor.expand_as, *_HOOKS, *_SILENT_READS, *_GRADIENTS, _SET_DATA))
 
 
 def record(
@@ -179,6 +182,7 @@ def leaves_course(function: Callable[[], Any], leaves: Sequence[Tensor], referen
     return (None, reference[len(course)], "") if len(course) < len(reference) else None
 
 
+@cache
 def may_draw(operation: Any) -> bool:
     """Tell whether an operation draws random numbers, at least with some arguments."""
     return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
@@ -232,7 +236,7 @@ class _Recorder(ProxyTorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, or the operations that it consists of, and note it."""
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return func(*args, **kwargs)
         self.builder.recording.course.append(func)
         if torch._C._functorch.maybe_current_level() is not None:
@@ -259,13 +263,13 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.edges.update()
             node = self.builder.call(operation, args, kwargs)
             value = operation(*args, **kwargs)
-            if not all(map(torch.equal, states, _random_states(args, kwargs) if states else [])):
+            if states and not all(map(torch.equal, states, _random_states(args, kwargs))):
                 self.builder.recording.graph.remove_last()  # to run it again would give other numbers
                 self.builder.add_untraced(value)
                 self.builder.write_untraced(overwritten(operation, args, kwargs))
                 return value
-            is_input = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
-            if is_input and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
+            is_input = not torch.is_grad_enabled() and isinstance(value, Tensor) and any(value is x for x in args)
+            if is_input and not overwritten(operation, args, kwargs):  # to(dtype) of what has it, say: gradients pass through it
                 self.builder.recording.graph.remove_last()
                 return value
             if _is_complex(value):
@@ -367,6 +371,8 @@ class _FunctionMode(TorchFunctionMode):
                 "trace: the module makes a nested tensor (rows of several lengths, jagged), whose operations are not supported; "
                 "pad the rows to one length and mask the padding, or call the module on one sequence at a time, a batch each"
             )
+        if func not in _WATCHED:
+            return func(*args, **(kwargs or {}))
         if func is Tensor.expand_as and _is_linearized():
             raise TraceError(
                 "trace: the module calls torch.func.linearize, whose map takes the parameters for constants, so that gradients "

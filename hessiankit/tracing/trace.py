@@ -35,6 +35,7 @@ from hessiankit.tracing.in_place import WRITTEN_OUT, readers, without_writing, w
 from hessiankit.tracing.one_dtype import converted, widened, widest
 from hessiankit.tracing.recording import may_draw, record
 from hessiankit.tracing.rules import RULES
+from hessiankit.tracing.rules.registry import rule
 from hessiankit.tracing.segment import segment
 from hessiankit.tracing.source_line import at_line, first_line
 
@@ -280,7 +281,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], stable_storag
             try:
                 target: Any = without_writing(node, values, ids, differentiable=differentiable)
                 ran = recording.values.pop(node, None) if target in ORDINARY and target is node.target else None
-                ran = None if ran is None or address(ran) in copied_storages else ran
+                ran = None if ran is None or (copied_storages and address(ran) in copied_storages) else ran
                 _record(node, target, ran, result, ids, values, differentiable)
                 if target is not node.target and target is not aten.detach.default:
                     _overwrite(node, result, ids, values)
@@ -332,10 +333,10 @@ def _record(
     indexed = node.args[0] if node.target is operator.getitem else None  # one output of an operation with several
     source: Node = node if indexed is None else indexed
     inputs_in_motion = [n for n in source.all_input_nodes if n in ids]
+    args, kwargs = map_nodes(values.__getitem__, (source.args, source.kwargs))
     value: Any = ran
     if ran is None:
-        args, kwargs = map_nodes(values.__getitem__, (node.args, node.kwargs))
-        value = target(*args, **kwargs)
+        value = target(*args, **kwargs) if indexed is None else target(values[source], node.args[1])
     if target is not node.target:
         inputs_in_motion = inputs_in_motion if value.is_floating_point() else []  # a comparison
         value = value.to(values[written(node)[0]].dtype)  # that of the memory which the operation itself writes into
@@ -345,8 +346,8 @@ def _record(
     values[node] = value
     if not inputs_in_motion or not isinstance(value, Tensor):  # Python's numbers are constants to autograd
         return
-    is_sparse = [isinstance(values[n], Tensor) and values[n].layout is not torch.strided for n in source.all_input_nodes]
-    if value.layout is not torch.strided or any(s and n in ids for s, n in zip(is_sparse, source.all_input_nodes, strict=True)):
+    sparse = [n for n in source.all_input_nodes if isinstance(values[n], Tensor) and values[n].layout is not torch.strided]
+    if value.layout is not torch.strided or not ids.keys().isdisjoint(sparse):
         raise TraceError(
             f"trace: operation {source.target} works on sparse tensors that the parameters reach, which are not supported; use "
             "dense ones there, e.g. to_dense(). Constants may be sparse"
@@ -358,12 +359,11 @@ def _record(
     by_tensor = {id(values[n]): ids[n] for n in inputs_in_motion}
     run, index = (target, None) if indexed is None else (source.target, node.args[1])
     match = None
-    rule: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
-    if rule is not None and not any(is_sparse):
-        options = _names(rule)
-        args, kwargs = map_nodes(values.__getitem__, (source.args, source.kwargs))
-        match = rule(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in options})
-        if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
+    closed_form: Any = None if sparse else RULES.get(run)
+    if closed_form is not None:
+        facts = {"result": value, "output_index": index}
+        match = closed_form(*args, **kwargs, **{name: facts[name] for name in _facts(closed_form)})
+        if match is not None and by_tensor.keys().isdisjoint(map(id, match[1])):
             return  # this output_index comes from inputs that do not move
     if match is None:
         inputs = tuple(values[n] for n in inputs_in_motion)
@@ -396,11 +396,13 @@ def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], va
 
 
 @cache
-def _names(rule: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a rule's arguments."""
-    return frozenset(inspect.signature(rule).parameters)
+def _facts(rule: Callable[..., Any]) -> list[str]:
+    """Return what a rule asks for besides the arguments of its operation."""
+    parameters = inspect.signature(rule).parameters
+    return [name for name in ("result", "output_index") if name in parameters]
 
 
+@rule(*WRITTEN_OUT.values())
 def _assignment(into: Tensor, source: Any = None, *rest: Any, **options: Any) -> tuple[Primitive, tuple[Tensor, ...]]:
     return Expand(tuple(into.shape)), (source,) if isinstance(source, Tensor) else ()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hessiankit.primitives.directions import joint_shape
 from hessiankit.primitives.indexing import Take, Where
 from hessiankit.primitives.linear import MaskedFill, Reshape
 from hessiankit.primitives.pooling import Extreme
@@ -17,7 +18,7 @@ from hessiankit.tracing.rules.registry import RULES, Match, Rule, are_real, aten
 
 @rule(aten.masked_fill.Scalar)
 def _masked_fill(x: Tensor, mask: Tensor, value: float) -> Match:
-    if torch.broadcast_shapes(x.shape, mask.shape) == x.shape:
+    if joint_shape(x.shape, mask.shape) == x.shape:
         return MaskedFill(mask, value), (x,)
     return Where(mask), (x.new_full((), value), x)
 
