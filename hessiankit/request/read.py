@@ -20,7 +20,6 @@ from hessiankit.request.second_order import SECOND_ORDER, Handshaking, is_second
 from hessiankit.request.selection import Params, check_context, repeatable
 from hessiankit.request.state import ModuleState
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.graph import edges_behind
 
 
@@ -57,7 +56,6 @@ class Request:
                 if batch is None:
                     _warn_of_constants(batch_loss)
                 batch = self.curvature.of(replace(batch_loss, count=count, first=first))
-                hand_back_memory(self.point.size)
                 yield batch
             first += len(target) if isinstance(target, Tensor) and target.ndim else 1
         self.counts.check_used()
