@@ -20,6 +20,7 @@ from hessiankit.request.second_order import SECOND_ORDER, Handshaking, is_second
 from hessiankit.request.selection import Params, check_context, repeatable
 from hessiankit.request.state import ModuleState
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.graph import edges_behind
 
 
@@ -52,6 +53,8 @@ class Request:
         first, batch = 0, None
         for number, (inputs, target) in enumerate(self.pairs):
             if count := self.counts.of(number, inputs, target):
+                if batch is not None:
+                    hand_back_memory(self.point.size)  # what was freed after earlier batches
                 batch_loss = first_call(self.point, self.loss, inputs, target, handshake=self.handshake)
                 if batch is None:
                     _warn_of_constants(batch_loss)
