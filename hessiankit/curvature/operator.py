@@ -183,7 +183,7 @@ class HessianOperator(SymmetricOperator):
         return result
 
     def _check_shared(self) -> None:
-        """Raise InputError if a parameter that is not copied has changed: reading all of them takes a twentieth of a product."""
+        """Raise InputError if a parameter without a copy has changed; it is read once for all batches."""
         for state in {id(batch.state): batch.state for batch in self._batches}.values():
             state.check_shared("HessianOperator")
 

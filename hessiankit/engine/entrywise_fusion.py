@@ -113,7 +113,7 @@ def asymmetry(step: Step) -> Tensor:
     rng = torch.Generator(next(x.device for x in inputs if x is not None)).manual_seed(0)
 
     def draw(shapes: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return [None if x is None else _drawn(x, rng) for x in shapes]
+        return [None if x is None else _random_direction(x, rng) for x in shapes]
 
     t, s = draw(inputs), draw(inputs)
     jvp = step.primitive.push(t)
@@ -129,7 +129,7 @@ PERIOD = 4099
 It is prime, so that entries with equal numbers lie in different rows and columns."""
 
 
-def _drawn(x: Tensor, rng: torch.Generator) -> Tensor:
+def _random_direction(x: Tensor, rng: torch.Generator) -> Tensor:
     """Return a random direction (1, *shape)."""
     count = max(1, x.numel())
     numbers = torch.randn(min(count, PERIOD), generator=rng, dtype=x.dtype, device=x.device)

@@ -16,7 +16,7 @@ from hessiankit.support.kernels import kernels
 from hessiankit.support.torch_state import read_numbers
 
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
-RETURNED = 2**25  # bytes from which glibc returns freed memory to the system, and takes new pages each time
+MMAP_THRESHOLD = 2**25  # bytes from which glibc's malloc takes new pages each time; it keeps smaller blocks
 
 
 def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,8 +30,12 @@ def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> T
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for a tensor whose entries are written next; in large pages where it would be new pages anyway."""
-    pages = _large_pages(shape, dtype, device, RETURNED)
+    """Return memory for a tensor whose entries are written next, in large pages where malloc would take new ones.
+
+    >>> empty((2, 3), torch.float64, torch.device("cpu")).shape
+    torch.Size([2, 3])
+    """
+    pages = _large_pages(shape, dtype, device, MMAP_THRESHOLD)
     return torch.empty(shape, dtype=dtype, device=device) if pages is None else pages
 
 

@@ -270,7 +270,7 @@ def test_one_operation_of_each_kind_is_tested_where_models_are_large(
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 1}], ids=str)
-def test_products_of_more_bytes_than_freed_memory_keeps(options: dict[str, Any]) -> None:
+def test_products_in_large_pages(options: dict[str, Any]) -> None:
     module, x = nn.Linear(2**11, 2**12 + 1, bias=False), draw(2, 2**11).float()
     operator = hessian_operator(module, x, torch.zeros(2, 2**12 + 1), **options)
     V = draw(operator.shape[0], 2, seed=1).float()
