@@ -29,6 +29,7 @@ from hessiankit.engine.linearisation import LinearisedBatch, Recompute, linearis
 from hessiankit.engine.paged_parameters import PagedParameters, PagedState
 from hessiankit.engine.parameter_memory import ParameterMemory
 from hessiankit.engine.parts import WORKSPACE
+from hessiankit.engine.storage import empty
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.read import read_request
@@ -141,6 +142,7 @@ class HessianOperator(SymmetricOperator):
     @cached_property
     def gradient(self) -> Tensor:
         """The gradient at this point, (P,); the first access costs half a product."""
+        self._check_shared()
         with torch.no_grad(), full_precision():
             return self._total((b.gradient() for b in self._linearised), self._weights)
 
@@ -171,15 +173,19 @@ class HessianOperator(SymmetricOperator):
 
     @full_precision()
     def _blocks(self, rows: Tensor) -> Tensor:
+        self._check_shared()
         product = self._replayed or self._block
-        if self._replayed is not None:  # a graph reads what it read when it was captured
-            self._check_shared()
-        blocks = [product(part) for part in rows.split(self.block_size) if len(part)]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
+        if len(rows) <= self.block_size:
+            return product(rows) if len(rows) else rows.clone()
+        result = empty(rows.shape, rows.dtype, rows.device)
+        for part, into in zip(rows.split(self.block_size), result.split(self.block_size), strict=True):
+            into.copy_(product(part))
+        return result
 
     def _check_shared(self) -> None:
-        for batch in self._batches:
-            batch.state.check_shared("HessianOperator")
+        """Raise InputError if a parameter without a copy has changed; it is read once for all batches."""
+        for state in {id(batch.state): batch.state for batch in self._batches}.values():
+            state.check_shared("HessianOperator")
 
     def __matmul__(self, other: Any) -> Any:
         if not _is_parameters(other):

@@ -114,7 +114,7 @@ def asymmetry(step: Step) -> Tensor:
     rng = torch.Generator(next(x.device for x in inputs if x is not None)).manual_seed(0)
 
     def draw(shapes: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return [None if x is None else torch.randn(1, *x.shape, generator=rng, dtype=x.dtype, device=x.device) for x in shapes]
+        return [None if x is None else _random_direction(x, rng) for x in shapes]
 
     t, s = draw(inputs), draw(inputs)
     jvp = step.primitive.push(t)
@@ -125,11 +125,25 @@ def asymmetry(step: Step) -> Tensor:
     return torch.stack(gaps).amax()  # NaN where there is one
 
 
+PERIOD = 4099
+"""Random numbers that are drawn for a direction, which repeats them: to draw a number takes as long as twenty operations on it.
+It is prime, so that entries with equal numbers lie in different rows and columns."""
+
+
+def _random_direction(x: Tensor, rng: torch.Generator) -> Tensor:
+    """Return a random direction (1, *shape)."""
+    count = max(1, x.numel())
+    numbers = torch.randn(min(count, PERIOD), generator=rng, dtype=x.dtype, device=x.device)
+    return numbers.repeat(-(-count // PERIOD))[: x.numel()].reshape(1, *x.shape)
+
+
 def _gap(s: Tensors, a: Tensors, t: Tensors, b: Tensors) -> Tensor:
     """Return |<s, a> - <t, b>|, relative to |s| |a|."""
     zero = next(x for x in (*s, *t) if x is not None).new_zeros(())
     pairs = ([(x, y) for x, y in zip(*sides, strict=True) if x is not None and y is not None] for sides in ((s, a), (t, b)))
-    product_sa, product_tb = (torch.stack([zero, *((x * y).sum() for x, y in terms)]).sum() for terms in pairs)
+    product_sa, product_tb = (
+        torch.stack([zero, *(torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in terms)]).sum() for terms in pairs
+    )
     norm_s, norm_a = (torch.stack([zero, *(x.norm() for x in xs if x is not None)]).norm() for xs in (s, a))
     size, gap = norm_s * norm_a, (product_sa - product_tb).abs()
     return torch.where(size == 0, gap, gap / size)

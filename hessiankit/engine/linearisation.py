@@ -23,6 +23,7 @@ from hessiankit.engine.cost import CALL
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
 from hessiankit.engine.parameter_memory import ParameterMemory
+from hessiankit.engine.storage import empty
 from hessiankit.engine.sweep import Tangents, pull, push, reads, sums_of
 from hessiankit.primitives.primitive import CovectorSum, Linearised, Nowhere, hollow
 from hessiankit.request.batch_loss import BatchLoss, OwnGradient
@@ -155,19 +156,18 @@ class Linearisation(ComparedBatch):
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
-        self._batch.state.check_shared("HessianOperator")
         with torch.inference_mode(False):  # tensors that autograd takes, wherever the product is asked for
-            rows = rows.clone() if rows.is_inference() else rows
-            result = torch.empty_like(rows, memory_format=torch.contiguous_format)
+            if rows.is_inference() or not rows.is_contiguous():
+                rows = empty(rows.shape, rows.dtype, rows.device).copy_(rows)
+            result = empty(rows.shape, rows.dtype, rows.device)
         step = self.vectors_together if self._seed.device.type == "cpu" else max(1, len(rows))
         with self._at_the_point():
             for part, into in zip(rows.split(step), result.split(step), strict=True):
-                self._multiply(part.contiguous(), into)
+                self._multiply(part, into)
         return result
 
     def gradient(self) -> Tensor:
         """Return the gradient of the loss, (P,)."""
-        self._batch.state.check_shared("HessianOperator")
         with torch.inference_mode(False):
             result = torch.empty(1, self._parameters.size, dtype=self._batch.dtype, device=self._batch.device)
         with self._at_the_point(), self._parameters.sums(result) as sums:

@@ -16,6 +16,7 @@ from hessiankit.support.kernels import kernels
 from hessiankit.support.torch_state import read_numbers
 
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
+MMAP_THRESHOLD = 2**25  # bytes from which glibc's malloc takes new pages each time; it keeps smaller blocks
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -24,9 +25,25 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     >>> zeros((2, 2), torch.float64, torch.device("cpu")).tolist()
     [[0.0, 0.0], [0.0, 0.0]]
     """
+    pages = _large_pages(shape, dtype, device, HUGE)
+    return torch.zeros(shape, dtype=dtype, device=device) if pages is None else pages
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory for a tensor whose entries are written next, in large pages where malloc would take new ones.
+
+    >>> empty((2, 3), torch.float64, torch.device("cpu")).shape
+    torch.Size([2, 3])
+    """
+    pages = _large_pages(shape, dtype, device, MMAP_THRESHOLD)
+    return torch.empty(shape, dtype=dtype, device=device) if pages is None else pages
+
+
+def _large_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, smallest: int) -> Tensor | None:
+    """Return zeros in large pages; None for fewer bytes than the smallest that pay, or where the system has none."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype, device=device)
+    if device.type != "cpu" or size < smallest or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
     pages = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zero when first touched
     pages.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE  # a large page starts at a multiple of its size

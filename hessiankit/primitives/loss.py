@@ -160,10 +160,10 @@ class LinearisedCrossEntropy(Linearised):
 
         At the label it is minus the sum of the other p: p - 1 would lose the digits of a confident row.
         """
-        p, at, smoothing = self.p, self.labels.unsqueeze(1), self.primitive.label_smoothing
-        even = smoothing / p.shape[-1]
-        hit = smoothing - even - p.scatter(1, at, 0).sum(1, keepdim=True)
-        slope = (p - even).scatter_(1, at, hit).mul_(self._share)
+        at, smoothing = self.labels.unsqueeze(1), self.primitive.label_smoothing
+        even, slope = smoothing / self.p.shape[-1], self.p.scatter(1, at, 0)
+        hit = smoothing - even - slope.sum(1, keepdim=True)
+        slope = (slope.sub_(even) if even else slope).scatter_(1, at, hit).mul_(self._share)
         return slope.reshape(self.inputs[0].shape)
 
     def push(self, tangents: Tangents) -> Tensor:

@@ -186,39 +186,50 @@ class Handshake:
         formulas lose is no difference.
         """
         different: dict[str, float] = {}
-        for name, largest, size_of_reference, difference in self._sizes(reference, list(names)):
-            if not math.isfinite(largest):
-                continue  # the matrix is not finite either, and the error for that says where it comes from
-            size = max(largest, size_of_reference)
+
+        def is_rounding(difference: float, size: float, name: str) -> bool:
             tolerance = ROUNDING * self._eps * size
             if name:  # what cancels is rounded as what it is made of, and that is no smaller than the gradient
                 tolerance += ROUNDING * self._eps * self._largest
             if noise is not None:
                 tolerance += FORMULA_ERROR * size + NOISE * noise.get(name, 0.0)
-            tolerance += ROUNDING * (errors or {}).get(name, 0.0)
-            if not difference <= tolerance:
+            return difference <= tolerance + ROUNDING * (errors or {}).get(name, 0.0)
+
+        for name, size_of_reference, difference in self._sizes(reference, list(names)):
+            if is_rounding(difference, size_of_reference, name):
+                continue
+            largest = self._size_of_trace(name)
+            if not math.isfinite(largest):
+                continue  # the matrix is not finite either, and the error for that says where it comes from
+            size = max(largest, size_of_reference)
+            if not is_rounding(difference, size, name):
                 different[name] = difference / size if size else math.inf  # where the module's own is NaN
         return different
 
-    def _sizes(self, reference: OwnGradient, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
-        """Yield names with the largest entry of the trace's gradient, of the module's own, and of their difference."""
+    def _size_of_trace(self, name: str) -> float:
+        """Return the largest entry of the trace's gradient with respect to a parameter; its loss, for the name ""."""
+        if not name:
+            return abs(self._loss)
+        slope = self._gradient.get(name)
+        return 0.0 if slope is None or not slope.numel() else float(_largest(slope))
+
+    def _sizes(self, reference: OwnGradient, names: Sequence[str]) -> Iterator[tuple[str, float, float]]:
+        """Yield names with the largest entry of the module's own gradient, and of the difference of the trace's."""
         terms: dict[tuple[str, str], Tensor] = {}
         known = self._largest_slopes if reference is self._batch.reference else {}
         for name in filter(None, names):
             slope_of_trace, slope_of_module = self._gradient.get(name), reference.gradient[name]
             if slope_of_trace is not None and slope_of_trace.numel():
-                terms[name, "trace"] = _largest(slope_of_trace)
-                if slope_of_module is not None:
-                    terms[name, "difference"] = _largest_difference(slope_of_trace, slope_of_module)
+                terms[name, "difference"] = _largest_difference(slope_of_trace, slope_of_module)
             if slope_of_module is not None and slope_of_module.numel() and name not in known:
                 terms[name, "module"] = _largest(slope_of_module)
         sizes = dict(zip(terms, read_numbers(terms.values()), strict=True)) | {(name, "module"): x for name, x in known.items()}
         for name in names:
             if name:
-                largest, size_of_reference = (sizes.get((name, source), 0.0) for source in ("trace", "module"))
-                yield name, largest, size_of_reference, sizes.get((name, "difference"), max(largest, size_of_reference))
+                size_of_reference = sizes.get((name, "module"), 0.0)
+                yield name, size_of_reference, sizes.get((name, "difference"), size_of_reference)
             else:
-                yield name, abs(self._loss), abs(reference.loss), abs(self._loss - reference.loss)
+                yield name, abs(reference.loss), abs(self._loss - reference.loss)
 
     def _message(self, reference: OwnGradient, different: Mapping[str, float]) -> str:
         name = max(different, key=lambda n: (n != "", different[n]))
@@ -253,8 +264,10 @@ def _largest(x: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
-    """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
+def _largest_difference(x: Tensor, y: Tensor | None) -> Tensor:
+    """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory. None is zero."""
+    if y is None:
+        return _largest(x)
     if x.numel() <= PART:
         return _largest(x - y)
     parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)

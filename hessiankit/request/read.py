@@ -53,11 +53,12 @@ class Request:
         first, batch = 0, None
         for number, (inputs, target) in enumerate(self.pairs):
             if count := self.counts.of(number, inputs, target):
+                if batch is not None:
+                    hand_back_memory(self.point.size)  # what was freed after earlier batches
                 batch_loss = first_call(self.point, self.loss, inputs, target, handshake=self.handshake)
                 if batch is None:
                     _warn_of_constants(batch_loss)
                 batch = self.curvature.of(replace(batch_loss, count=count, first=first))
-                hand_back_memory(self.point.size)
                 yield batch
             first += len(target) if isinstance(target, Tensor) and target.ndim else 1
         self.counts.check_used()

@@ -245,11 +245,16 @@ def gated(m: Formula, x: Tensor) -> Tensor:
     return (torch.nn.functional.silu(x @ m.a) * (x @ m.b)) @ m.c
 
 
+@pytest.mark.parametrize("period", [4099, 5])
 @pytest.mark.parametrize("wrong", ["first", "second"])
-def test_one_operation_of_each_kind_is_tested_where_models_are_large(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hessiankit.engine import linearisation
+def test_one_operation_of_each_kind_is_tested_where_models_are_large(
+    wrong: str, period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hessiankit.engine import entrywise_fusion, linearisation
 
     monkeypatch.setattr(linearisation, "LARGE", 60)
+    monkeypatch.setattr(entrywise_fusion, "PERIOD", period)
+    hessian_operator(block(), X, T)
     push, pull = LinearisedNorm.push, LinearisedNorm.pull
 
     def lopsided(self: LinearisedNorm, bar: Any, tangents: Any = None) -> Any:
@@ -262,6 +267,16 @@ def test_one_operation_of_each_kind_is_tested_where_models_are_large(wrong: str,
         monkeypatch.setattr(LinearisedNorm, "pull", lopsided)
     with pytest.raises(TraceError, match=r"the derivatives of '.*' \(LayerNorm\) are not each other's transposes"):
         hessian_operator(block(), X, T)
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 1}], ids=str)
+def test_products_in_large_pages(options: dict[str, Any]) -> None:
+    module, x = nn.Linear(2**11, 2**12 + 1, bias=False), draw(2, 2**11).float()
+    operator = hessian_operator(module, x, torch.zeros(2, 2**12 + 1), **options)
+    V = draw(operator.shape[0], 2, seed=1).float()
+    expected = V.T.reshape(2, *module.weight.shape) @ x.T @ x / (2**12 + 1)
+    assert error((operator @ V).T.reshape(expected.shape), expected) <= 1e-6
+    assert error((operator @ V[:, 1]).reshape(expected[1].shape), expected[1]) <= 1e-6
 
 
 def test_works_where_the_dense_matrix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
