@@ -86,7 +86,7 @@ class Place:
         return [(u, bar.reshape(len(bar), groups, -1, self.width)) for u in self.jacobians]
 
 
-class Work(NamedTuple):
+class DirectionCost(NamedTuple):
     """The cost of one direction on a path, or at one step.
 
     Attributes:
@@ -140,7 +140,7 @@ class Paths:
         self.places = self._places()
         self.by_value = {place.at: place for place in self.places}
         self._rowwise: dict[tuple[object, ...], bool] = {}
-        self._work: dict[tuple[object, ...], Work] = {}
+        self._work: dict[tuple[object, ...], DirectionCost] = {}
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +166,7 @@ class Paths:
         """Return the finest level, at most ``level``, at which some steps keep rows apart."""
         return next((k for k in range(level, 0, -1) if all(self.keeps_apart(step, k) for step in path)), 0)
 
-    def work(self, path: Sequence[Step], columns_of: int | None = None) -> Work:
+    def work(self, path: Sequence[Step], columns_of: int | None = None) -> DirectionCost:
         """Return the cost of one direction on a path.
 
         Args:
@@ -182,9 +182,9 @@ class Paths:
                 if step.primitive.factor is not None:
                     columns.add(step.output)
         tangents, numbers, multiplications, diagonal, products, calls = map(sum, zip(*works, strict=True)) if works else (0,) * 6
-        return Work(tangents, numbers, multiplications - saved, diagonal - saved, products, calls)
+        return DirectionCost(tangents, numbers, multiplications - saved, diagonal - saved, products, calls)
 
-    def step_work(self, step: Step) -> Work:
+    def step_work(self, step: Step) -> DirectionCost:
         """Return the cost of one direction at a step."""
         key = (step.output, step.inputs)
         if key not in self._work:
@@ -196,7 +196,7 @@ class Paths:
             product = a.primitive.multiplications(self.trace.gather(a), value)  # type: ignore[arg-type]
             diagonal = (inputs + 2 * (inputs - 1)) * product
             numbers, calls = max(tangent_numbers, covector_numbers), 2 * (a.primitive.calls - 1)
-            self._work[key] = Work(tangent_numbers, numbers, diagonal + inputs * product, diagonal, product, calls)
+            self._work[key] = DirectionCost(tangent_numbers, numbers, diagonal + inputs * product, diagonal, product, calls)
         return self._work[key]
 
     @cached_property
