@@ -11,7 +11,7 @@ Record = dict[str, Any]
 Row = dict[str, Any]
 
 
-SHOWN = (("small", 1), ("paper-mnist-affine", 1), ("medium", 8), ("gpt2-untied", 1))
+SHOWN = (("small", 1), ("paper-mnist-affine", 1), ("paper-mnist-x2", 1), ("medium", 8), ("gpt2-untied", 1))
 """The problem and batch of each line: the smallest, one on which some methods are wrong, the largest that repeats in a minute,
 and a stack."""
 

@@ -22,7 +22,6 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.matrix_rows import Columns, MatrixRows
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.storage import zeros
 from hessiankit.engine.sweep import TAIL_SIZE, InputTangents, Tangents, UnitColumns, dense, pull, push, reads, work_space
 from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
@@ -222,7 +221,7 @@ class BlockRows:
         wider = self._columns([] if is_diagonal else earlier, columns)
         groups, count, inner = y.shape[:entry_level].numel(), y.shape[entry_level:].numel(), y.shape[level:entry_level].numel()
         first = wider.size - columns.size  # of the columns that are known; those of earlier places precede them
-        Z, K = zeros((groups, count, wider.size), y.dtype, y.device), y.new_zeros(groups, count, inner * count)
+        Z, K = y.new_zeros(groups, count, wider.size), y.new_zeros(groups, count, inner * count)
         units = torch.eye(count, dtype=y.dtype, device=y.device).reshape(count, *(1,) * entry_level, *y.shape[entry_level:])
         for chunk in self._chunks(count, path):
             T: list[Tensor] = []
