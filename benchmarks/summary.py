@@ -12,8 +12,8 @@ Row = dict[str, Any]
 
 
 SHOWN = (("small", 1), ("paper-mnist-affine", 1), ("paper-mnist-x2", 1), ("medium", 8), ("gpt2-untied", 1))
-"""The problem and batch of each line: the smallest, one on which some methods are wrong, the largest that repeats in a minute,
-and a stack."""
+"""The problem and batch of each line: the smallest, one on which some methods are wrong, two blocks, the largest that repeats in
+a minute, and a GPT-2."""
 
 COLUMNS: dict[str, Callable[[str], bool]] = {
     "`torch.func.hessian`": lambda name: name == "torch.func.hessian",

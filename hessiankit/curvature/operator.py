@@ -411,12 +411,13 @@ def hessian_operator(
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
     The module is traced and linearised here, once for each batch, at its parameters; later training does not affect the
-    operator (``snapshot``). This costs three to five gradients, a product about two. Memory: what the derivatives need of the
-    module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time,
-    chosen to stay below that; a CPU takes fewer together, as its caches hold), never P x P. On a CPU the ninth product of one
-    number of vectors is recorded, and later ones repeat its operations in up to 32 MiB. The first two products are tested:
-    they are finite, and <u, H v> = <v, H u>. From 4 million parameters on no vector of that size is kept for these tests: only
-    vectors multiplied together are tested, and one operation of each kind when the operator is built.
+    operator (``snapshot``). This costs about three gradients, a product about two; below some hundred thousand parameters calls
+    of Python take the time, that of up to 18 gradients. Memory: what the derivatives need of the module's values for all the
+    data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time, chosen to stay below that; a CPU
+    takes fewer together, as its caches hold), never P x P. On a CPU the ninth product of one number of vectors is recorded, and
+    later ones repeat its operations in up to 32 MiB. The first two products are tested: they are finite, and
+    <u, H v> = <v, H u>. From 4 million parameters on no vector of that size is kept for these tests: only vectors multiplied
+    together are tested, and one operation of each kind when the operator is built.
 
     Args:
         module: The function under study, as in :func:`hessiankit.hessian`.
