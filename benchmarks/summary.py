@@ -60,12 +60,12 @@ def summary(records: Sequence[Record]) -> str:
     Args:
         records: Finished cells of the benchmark ``dense``, the newest of each.
     """
-    lines = []
-    for record in records:
-        cell, result = record["cell"], record["result"]
-        shown = (cell["problem"], cell["batch"]) in SHOWN and (cell["dtype"], cell["threads"]) == ("float64", 1)
-        if not shown or "skipped" in result:
+    lines, cells = [], {tuple(record["cell"][k] for k in ("problem", "batch", "dtype", "threads")): record for record in records}
+    for problem, batch in SHOWN:
+        record = cells.get((problem, batch, "float64", 1))
+        if record is None or "skipped" in record["result"]:
             continue
+        cell, result = record["cell"], record["result"]
         mine, *rest = result["rows"]
         others = [row for row in rest if not row.get("ours")]
         head = [str(cell["problem"]), str(result["parameters"]), str(cell["batch"]), _time(mine)]
