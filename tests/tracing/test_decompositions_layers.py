@@ -263,7 +263,27 @@ class Recurrent(nn.Module):
         return pad_packed_sequence(self.net(pack_padded_sequence(sequences, [3, 2], batch_first=True))[0], batch_first=True)[0]
 
 
+class Cells(nn.Module):
+    """A loop over the steps of a sequence."""
+
+    def __init__(self, kind: type[nn.Module], **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = kind(4, 2, **options).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all that the last step keeps, (2, .)."""
+        state = self.cell(torch.stack([x[0], 2 * x[0]]))
+        for step in x[1:]:
+            state = self.cell(torch.stack([step, 2 * step]), state)
+        return torch.cat(state, 1) if isinstance(state, tuple) else state
+
+
 RECURRENT = {
+    "GRU cell": Cells(nn.GRUCell),
+    "LSTM cell": Cells(nn.LSTMCell, bias=False),
+    "tanh cell": Cells(nn.RNNCell),
+    "relu cell": Cells(nn.RNNCell, nonlinearity="relu", bias=False),
     "GRU": Recurrent(nn.GRU),
     "LSTM": Recurrent(nn.LSTM),
     "tanh": Recurrent(nn.RNN),
