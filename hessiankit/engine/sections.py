@@ -22,6 +22,8 @@ from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 JOIN_SIZE = 2**20
 """Numbers of two sweeps below which they are made one: then it is calls that take the time."""
+PATIENCE = 8
+"""Cuts that are left out after the best division before the search ends."""
 CHOICE = 80
 """Calls of torch per step below which a trace is swept whole: the choice takes as long as 30 to 150 of them."""
 
@@ -90,7 +92,7 @@ class _Division:
             return best
         bounds = [first, *self._narrow(lowest_work), last]
         total = sum(self.work(a, b) for a, b in pairwise(bounds))
-        while len(bounds) > 2:
+        while len(bounds) > 2 and len(best) - len(bounds) < PATIENCE:
             if total < lowest_work:
                 best, lowest_work = list(bounds), total
             triples = zip(bounds, bounds[1:], bounds[2:], strict=False)
