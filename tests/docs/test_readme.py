@@ -57,7 +57,7 @@ def test_the_table_of_speed_is_the_one_of_the_benchmarks() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     table = README.split("<!-- benchmark summary -->")[1].split("<!-- /benchmark summary -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
-    assert len(rows) == 4
+    assert len(rows) == 5
     for problem, size, batch, time, *_ in rows:
         value, unit = time.split()
         seconds = re.search(rf"^\| {problem} \| {size} \| {batch} \| float64 \| ([0-9.]+) \(", page, flags=re.MULTILINE)
