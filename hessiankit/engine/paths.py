@@ -94,7 +94,7 @@ class DirectionCost(NamedTuple):
         numbers: Numbers of its tangents, or of the covectors pulled where they are more.
         multiplications: Multiply-adds of pushing it, of its curvature and of pulling it.
         diagonal: Multiply-adds of pushing it and of its curvature.
-        product: Multiply-adds of one product of the step.
+        product: Multiply-adds of one product of each step.
         calls: Calls of torch, besides those that all directions share.
     """
 
@@ -345,11 +345,11 @@ class Reach:
             readers = () if at in self._moving_values else self._readers.get(at, ())
             self._moving_values.add(at)
             for n in readers:
-                step, earlier = self._steps[n], self._path_steps.get(n)
+                step, old_step = self._steps[n], self._path_steps.get(n)
                 if not self._moving_values.issuperset(step.inputs):
                     step = replace(step, inputs=tuple(k if k in self._moving_values else None for k in step.inputs))
                 self._path_steps[n] = step
-                self.numbers += self._numbers(step) - (0 if earlier is None else self._numbers(earlier))
+                self.numbers += self._numbers(step) - (0 if old_step is None else self._numbers(old_step))
                 self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
                 queue.append(step.output)
 
