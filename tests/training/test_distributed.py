@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ EXACT = 1e-12
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")]
 
 
-def run(*command: str) -> str:
+def run(*command: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=280)
+
+
+def crashed_beside_python(said: str) -> bool:
+    """Tell whether a signal ended a process in a thread that runs no Python, as those of gloo are."""
+    return "Fatal Python error" in said and "Current thread" not in said
 
 
 LOST = {"first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0), "set-up": (0, 0.0), "product": (0, 0.0)}
@@ -40,7 +44,14 @@ def measured(folder: Path, size: int, *ways: str) -> dict[str, Any]:
     """Return what every rank of every way that was not lost has measured; see distributed_worker."""
     if not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("fully_shard of this torch (2.6) needs a GPU")
-    run("-W", "ignore", str(ROOT / "tests" / "training" / "distributed_worker.py"), str(folder), str(size), *ways)
+    command = ("-W", "ignore", str(ROOT / "tests" / "training" / "distributed_worker.py"), str(folder), str(size), *ways)
+    done = run(*command)
+    if crashed_beside_python(done.stderr):  # torch 2.13: gloo frees an UnboundBuffer twice, once in about a million collectives
+        warnings.warn(
+            f"a rank crashed in a thread of gloo; all are started again: {done.stderr[:200]}", RuntimeWarning, stacklevel=1
+        )
+        done = run(*command)
+    assert done.returncode == 0, done.stderr[-4000:]
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
@@ -264,3 +275,12 @@ def test_the_rank_that_is_left_stops(lost: dict[str, Any], how: str) -> None:
     assert found["said"].startswith(f"RankError: {call}: rank {left} of 2 lost the others after ")
     assert "\n" not in found["said"]
     assert least <= found["seconds"] < 30  # the group's time-out is 60
+
+
+@pytest.mark.parametrize("thread", ["of Python", "without"])
+def test_a_crash_is_told_from_one_in_a_thread_that_runs_no_python(thread: str) -> None:
+    begin = "import ctypes, os, time; c, t = ctypes.CDLL(None), ctypes.c_ulong(); "
+    here, beside = "os.abort()", "c.pthread_create(ctypes.byref(t), None, c.abort, None); time.sleep(60)"
+    done = run("-c", begin + (here if thread == "of Python" else beside))
+    assert done.returncode < 0
+    assert crashed_beside_python(done.stderr) == (thread == "without")
