@@ -83,9 +83,7 @@ class CurvatureDiagonal(Printed):
     @property
     def trace(self) -> float:
         """The trace of the whole matrix; an estimate has its own interval, narrower than that of the sum of :attr:`traces`."""
-        if self.estimate is not None:
-            return self.estimate.trace.value
-        return math.fsum(self.traces.values())
+        return math.fsum(self.traces.values()) if self.estimate is None else self.estimate.trace.value
 
     def __getitem__(self, name: str) -> Tensor:
         shapes = ByName(((n, tuple(x.shape)) for n, x in self.values.items()), getattr(self.values, "aliases", None))

@@ -85,9 +85,7 @@ class ParameterJacobian(ABC):
     def runs(self, start: int = 0, stop: int | None = None) -> list[tuple[slice, slice]]:
         """Return the entries of :meth:`part` as runs: positions among these entries, and in vec_r of the parameter."""
         k = self._entries(start, stop)
-        if self.at is None:
-            return _runs(k)
-        return _runs(self.at.reshape(-1)[k])
+        return _runs(k if self.at is None else self.at.reshape(-1)[k])
 
     def _entries(self, start: int, stop: int | None) -> slice | Tensor:
         """Positions of the entries of :meth:`part` among those of the Jacobian."""

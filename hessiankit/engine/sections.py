@@ -172,8 +172,7 @@ def sweeps(paths: Paths, section: Section, *, is_diagonal: bool = False) -> list
         d = Directions(place, level, place.width, place.jacobians, place.is_whole)
         new = SweepPlan(path, [d], numbers, by_pairs, level == place.axes > 0)
         if place.axes and place.size < new.count:
-            stops = accumulate(u.size for u in place.jacobians)
-            pairs = zip(place.jacobians, stops, strict=True)
+            pairs = zip(place.jacobians, accumulate(u.size for u in place.jacobians), strict=True)
             entries = [IdentityJacobian(u.parameter, u.at, stop - u.size, u.size) for u, stop in pairs]
             by_entry = SweepPlan(path, [Directions(place, 0, place.size, list(entries), True)], numbers, False)
             new = min(new, by_entry, key=lambda plan: section_cost(paths, section, plan, is_diagonal=is_diagonal).work)

@@ -98,8 +98,7 @@ class Logits:
         if weight.ndim != 2 or len(weight) < 2 or type(logits) is not Tensor:  # a tensor that several devices share, say
             return
         x, W = hidden.reshape(-1, hidden.shape[-1]).to(logits.dtype), weight.to(logits.dtype)  # as autocast converts them
-        b = None if bias is None else bias.to(logits.dtype)
-        self._record(logits, Head(x, W, b))
+        self._record(logits, Head(x, W, None if bias is None else bias.to(logits.dtype)))
 
     def _record(self, logits: Tensor, head: Head) -> None:
         rows = torch.arange(len(head.hidden), device=logits.device).view(*logits.shape[:-1], 1).expand(logits.shape)

@@ -174,8 +174,7 @@ class LinearisedAttention(Linearised):
             q, k, v, b = (None if t is None else t[part] for t in heads)
             t = _logits(self.c, self.Q, self.K, q, k, b)
             along_T = 0 if t is None else _product(covariance(A, t, self.peak), V)
-            along_V = 0 if v is None else _product(A, v)
-            out[part] = along_T + along_V
+            out[part] = along_T + (0 if v is None else _product(A, v))
         return out.reshape(count, *self.primitive._rows(self.inputs), *shape[-2:])
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:

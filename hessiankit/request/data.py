@@ -83,10 +83,8 @@ def read_data(
     if not is_many:
         is_pair = target is None and loss is not None and isinstance(data, (tuple, list))
         pairs: Iterator[tuple[Any, Any]] = iter([(data[0], data[1]) if is_pair else (data, target)])
-    elif loss is None:
-        pairs = ((batch, None) for batch in once(data))
     else:
-        pairs = map(_pair, enumerate(once(data)))
+        pairs = ((batch, None) for batch in once(data)) if loss is None else map(_pair, enumerate(once(data)))
     if loss == AUTO:
         loss, pairs, is_shifted = _own_loss(model, pairs)
     if model is None or not isinstance(loss, str):

@@ -350,6 +350,4 @@ def _same_entries(x: Any, copy: Any) -> bool:
     if isinstance(x, dict):
         values, copies = x.values(), copy.values()
         return all(map(is_, x, copy)) and (all(map(is_, values, copies)) or all(map(_same, values, copies)))
-    if isinstance(x, set):
-        return all(a in x for a in copy)
-    return all(map(_same, x, copy))
+    return all(a in x for a in copy) if isinstance(x, set) else all(map(_same, x, copy))

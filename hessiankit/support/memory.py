@@ -29,9 +29,7 @@ def available_memory(device: torch.device) -> int:
             line = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
     except OSError:
         line = None
-    if line is None:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(line[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if line is None else int(line[1]) * 1024
 
 
 def check_room(caller: str, need: int, subject: str, device: torch.device, remedy: str, *, free: int | None = None) -> None:

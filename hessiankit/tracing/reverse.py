@@ -25,9 +25,7 @@ Places: TypeAlias = "Sequence[Tensor] | Sequence[GradientEdge]"
 
 def vjp(y: Tensor, x: Places, adjoint: Tensor) -> Covectors:
     """Pull adjoints (S, *y.shape) back to every input; None where y does not depend on it."""
-    if not y.requires_grad:
-        return (None,) * len(x)
-    return _batched(lambda u: _grad([y], x, [u]), [adjoint])
+    return _batched(lambda u: _grad([y], x, [u]), [adjoint]) if y.requires_grad else (None,) * len(x)
 
 
 def jvp(y: Tensor, x: Places, tangents: Tangents) -> Tensor:

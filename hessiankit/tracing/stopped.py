@@ -126,8 +126,7 @@ class StoppedValues(TorchFunctionMode):
             raise RuntimeError(f"the call holds {stop!r} constant where it held {name!r} before: it takes another course")
         if not isinstance(value, Tensor):
             return value
-        is_written = bool(args) and result is args[0]
-        return result.copy_(value) if is_written else value.clone()
+        return result.copy_(value) if args and result is args[0] else value.clone()
 
 
 def held_values(call: Callable[[AbstractContextManager[Any]], Any]) -> AbstractContextManager[Any]:

@@ -148,8 +148,8 @@ class Trace(Printed):
         One reverse sweep: lambda(inputs of v) += D phi_v^T lambda_v, which ``apply`` computes; ``linearise`` is called with an
         application, the adjoint of its output, and the inputs that move.
         """
-        seed = torch.full_like(self.values[self.output], scale)
-        adjoints = {self.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
+        # an adjoint is (1, *value.shape): one direction
+        adjoints = {self.output: torch.full_like(self.values[self.output], scale).unsqueeze(0)}
         for application in reversed(self.applications):
             adjoint, ids = adjoints.get(application.output), self.moving_inputs(application)
             if adjoint is not None:

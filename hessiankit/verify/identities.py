@@ -146,8 +146,7 @@ def identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:
     module_traits = traits(problem)
     if module_traits.precision != problem.dtype or module_traits.stopped_by:
         return IdentityReport((), rtol, time.perf_counter() - start)
-    rng = torch.Generator().manual_seed(0)
-    invariances = _confirmed_in_double(problem, rng)
+    invariances = _confirmed_in_double(problem, torch.Generator().manual_seed(0))
     g = problem.flat_gradient()
     errors = _errors(problem, H, g, [motion for symmetry in invariances for motion in symmetry.motions])
     rows, at = [], 0

@@ -274,8 +274,7 @@ def plain_formulas() -> Iterator[None]:
 class _PlainFormulas(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, or its plain formula."""
-        formula = PLAIN.get(func, func)
-        return formula(*args, **(kwargs or {}))
+        return PLAIN.get(func, func)(*args, **(kwargs or {}))
 
 
 def _gated(x: Tensor, dim: int = -1) -> Tensor:

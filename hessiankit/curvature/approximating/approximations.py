@@ -203,8 +203,7 @@ class Point:
         """The exact matrix that approximations are compared with, dense or by its products."""
         if self.is_dense:
             return DenseTruth(self.matrix, self.operator.gradient, self.slices, self.damping)
-        convex = all(batch.loss.name for batch in self.batches)  # the named losses are
-        positive = self.kind != "hessian" and convex
+        positive = self.kind != "hessian" and all(batch.loss.name for batch in self.batches)  # the named losses are convex
         return ProductTruth(self.operator, self.damping, self.products, self.seed, positive=positive)
 
     @cached_property

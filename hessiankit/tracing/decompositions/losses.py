@@ -30,9 +30,7 @@ def _huber(x: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) ->
 
 @decomposes(aten.smooth_l1_loss.default)
 def _smooth_absolute_error(x: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0) -> Tensor:
-    if beta == 0:
-        return _reduced((x - target).abs(), reduction)
-    return _huber(x, target, reduction, beta) / beta
+    return _huber(x, target, reduction, beta) / beta if beta else _reduced((x - target).abs(), reduction)
 
 
 @decomposes(aten.cross_entropy_loss.default)

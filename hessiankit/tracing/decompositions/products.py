@@ -49,8 +49,7 @@ def _linear_to_a_number(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 @decomposes(aten.einsum.default)
 def _einsum(equation: str, operands: Sequence[Tensor], path: Any = None) -> Any:
     """Rows times a weight as a product, which keeps the weight's site; other products by torch's own decomposition."""
-    compact = equation.replace(" ", "")
-    terms, _, out = compact.partition("->")
+    terms, _, out = equation.replace(" ", "").partition("->")
     left, _, right = terms.partition(",")
     letters = [term.replace("...", "") for term in (left, right, out)]
     if len(operands) == 2 and out and len(right) == 2 and letters[0] and left[-1] in right:

@@ -18,9 +18,7 @@ def _matmul(a: Tensor, b: Tensor) -> Match:
 
 @rule(aten.linear.default)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match:
-    if weight.ndim != 2:
-        return None
-    return Linear(), (x, weight) if bias is None else (x, weight, bias)
+    return (Linear(), (x, weight) if bias is None else (x, weight, bias)) if weight.ndim == 2 else None
 
 
 @rule(aten.add.Tensor, aten.add.Scalar)

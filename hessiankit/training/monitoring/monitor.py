@@ -212,9 +212,7 @@ class Monitor:
             self._lines.rewind(step)
         is_repeat = step == self._at == self._last_step
         self._at = step
-        if not is_due or is_repeat:
-            return None
-        return self._measure(step, extra)
+        return self._measure(step, extra) if is_due and not is_repeat else None
 
     def measure(self, step: int, **extra: Any) -> dict[str, Any]:
         """Measure and write now: :meth:`step` with ``force=True``, except that a step measured already is measured anew."""
@@ -246,9 +244,7 @@ class Monitor:
 
     def _by_writer(self, work: Callable[[], R], others: Callable[[], R]) -> R:
         """Do something on the process that writes, and something else on the others; an error is one of all."""
-        if self._ranks is None:
-            return work()
-        return self._ranks.together(work if self._ranks.rank == 0 else others)
+        return work() if self._ranks is None else self._ranks.together(work if self._ranks.rank == 0 else others)
 
     def _values(self, step: int) -> tuple[dict[str, Any], dict[str, Exception], dict[str, float]]:
         """Return what the sections measure, the errors of those that failed, and the seconds of each."""

@@ -380,8 +380,7 @@ def _merged(groups: Iterable[dict[str, Any]], guard: str, *, is_separate: bool) 
     groups_by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         places = tuple(TYPES.index(kind) for kind in group["block_type"].split("+"))
-        order = (len(places) > 1, places, -group["weight_decay"])
-        key = (order, group.get("use_muon"))
+        key = ((len(places) > 1, places, -group["weight_decay"]), group.get("use_muon"))
         if key not in groups_by_key:
             groups_by_key[key] = {**group, "guard": guard}
             continue

@@ -205,9 +205,7 @@ class Policy:
             role = part.role if part.role.startswith("final ") else f"final {part.role}"
             return replace(part, type=self.final_norm, role=role)
         is_bias = part.role.endswith(" bias") and part.role not in ("norm bias", "relative position bias")
-        if self.biases == "Other" and is_bias:
-            return replace(part, type="Other")
-        return part
+        return replace(part, type="Other") if self.biases == "Other" and is_bias else part
 
 
 def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tuple[Part, ...]:
