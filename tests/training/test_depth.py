@@ -300,3 +300,49 @@ def test_a_variance_that_does_not_change_has_no_law():
 def test_theory_follows_the_placement(placement, words):
     report = depth_diagnostics(language_model(2, placement), IDS, what="variance")
     assert words in str(report)
+
+
+def library_models():
+    """Decoders and encoders of two blocks: where the residual sum is formed, and whether they are pre-norm."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    bloom = {"vocab_size": 20, "hidden_size": 8, "n_layer": 2, "n_head": 2}
+    t5 = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2}
+    opt = {**sizes, "ffn_dim": 12, "word_embed_proj_dim": 8, "max_position_embeddings": 16}
+    return {
+        "block": (transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), True),
+        "sub-layer": (transformers.T5EncoderModel(transformers.T5Config(**t5)), True),
+        "attention": (transformers.BloomForCausalLM(transformers.BloomConfig(**bloom)), True),
+        "another shape": (transformers.OPTForCausalLM(transformers.OPTConfig(**opt)), True),
+        "behind a norm": (
+            transformers.BloomForCausalLM(transformers.BloomConfig(**bloom, apply_residual_connection_post_layernorm=True)),
+            False,
+        ),
+        "before a norm": (transformers.BertForMaskedLM(transformers.BertConfig(**sizes)), False),
+    }
+
+
+FIRST_OF_NETWORK = {  # the module of a block that takes the stream between the sub-layers
+    "block": "post_attention_layernorm",
+    "sub-layer": "layer.1.layer_norm",
+    "attention": "post_attention_layernorm",
+    "another shape": "final_layer_norm",
+}
+
+
+@pytest.mark.parametrize("where", ["block", "sub-layer", "attention", "another shape", "behind a norm", "before a norm"])
+def test_the_residual_sum_is_found_wherever_a_library_forms_it(where):
+    model, is_pre_norm = library_models()[where]
+    model = model.double().eval()
+    report = depth_diagnostics(model, IDS, what="variance", loss="cross_entropy")
+    assert ("no law" in str(report)) is not is_pre_norm
+    if not is_pre_norm:
+        assert report.stream.middle_variance is None
+        return
+    taken = []
+    for name in report.blocks:
+        norm = model.get_submodule(f"{name}.{FIRST_OF_NETWORK[where]}")
+        norm.register_forward_pre_hook(lambda _, args: taken.append(float(args[0].var(-1, correction=0).mean())))
+    with torch.no_grad():
+        model(IDS)
+    assert report.stream.middle_variance == pytest.approx(taken, rel=1e-12)

@@ -146,8 +146,9 @@ def are_pre_norm(blocks: Blocks, run: Callable[[], object]) -> bool:
     """Tell whether all blocks are pre-norm, by the tensors that their norms take and return in one call of the model.
 
     In a pre-norm block the first norm takes the stream, no norm takes what a sub-layer returns, and none returns the block's
-    output; x + norm(f(x)), as in sandwich norms, has a norm behind a sub-layer. Norms of queries and keys are left out: they take
-    another shape. A block without a norm is not pre-norm.
+    output; x + norm(f(x)), as in sandwich norms, has a norm behind a sub-layer. What a sub-layer has added to the stream itself,
+    as T5's and BLOOM's do, is the stream. Norms of queries and keys are left out: they take another shape. A block without a
+    norm is not pre-norm.
     """
     modules = {id(m): m for block in blocks.modules for m in block.modules()}
     norms = {key for key, m in modules.items() if is_norm(m)}
@@ -161,7 +162,11 @@ def are_pre_norm(blocks: Blocks, run: Callable[[], object]) -> bool:
         takes = [
             call for call in inner_calls if id(call.module) in norms and call.x is not None and call.x.shape == block_call.x.shape
         ]
-        outputs = [call.y for call in inner_calls if call.module is not block]
+        stream, outputs = [block_call.x], []
+        for call in inner_calls:
+            if call.module is not block and call.y is not None:
+                is_stream = any(_is_sum(call.y, x, inner_calls) for x in stream)
+                (stream if is_stream else outputs).append(call.y)
         if (
             not takes
             or not _is_same(block_call.x, takes[0].x)
@@ -298,13 +303,14 @@ TOLERANCE = 64
 def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
     """Record x'_l of every block in the forward pass inside; the list is filled when the block returns.
 
-    In hessiankit's blocks x' is Y of ``hessiankit.blocks.placements``. In others it is the input of a child that equals the
-    block's input plus the output of an earlier child: the stream after the attention's residual sum. None without such a child.
+    In hessiankit's blocks x' is Y of ``hessiankit.blocks.placements``. In others it is the first input of a module, among those
+    that the block itself calls, that equals the block's input plus what an earlier module or a part of it returned: the stream
+    after the attention's residual sum. None without such a module.
     """
     middles: list[Tensor | None] = []
     with ExitStack() as stack:
         for block in blocks.modules:
-            calls = stack.enter_context(watching(block.children()))
+            calls = stack.enter_context(watching(m for m in block.modules() if m is not block))
 
             def before(*_: Any, calls: list[ModuleCall] = calls) -> None:
                 calls.clear()  # those of another block that shares the children
@@ -312,10 +318,7 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
             def after(block: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[ModuleCall] = calls) -> None:
                 x = hidden_state(args, kwargs)[1]
                 assert x is not None
-                matches = [call for call in calls if call.y is None or call.y.shape == x.shape]
-                middles.append(
-                    _of_placement(block, x, matches) if isinstance(block, TransformerBlock) else _residual_sum(x, matches)
-                )
+                middles.append(_of_placement(block, x, calls) if isinstance(block, TransformerBlock) else _residual_sum(x, calls))
                 calls.clear()
 
             stack.enter_context(hooks([block], before, after))
@@ -323,14 +326,19 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
 
 
 def _residual_sum(x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
-    """Return the first input of a child that is x plus the output of an earlier child."""
-    for k, call in enumerate(calls):
-        if call.x is None or call.x.shape != x.shape:
-            continue
-        difference, tolerance = call.x - x, TOLERANCE * torch.finfo(call.x.dtype).eps * float(call.x.abs().max())
-        if any(f.y is not None and float((difference - f.y).abs().max()) <= tolerance for f in calls[:k]):
-            return call.x
-    return None
+    """Return the first input of a module, called by no other, that is x plus the output of an earlier call; in the shape of x."""
+    parts = {id(m) for call in calls for m in call.module.modules() if m is not call.module}
+    sums = (call.x for k, call in enumerate(calls) if id(call.module) not in parts and _is_sum(call.x, x, calls[:k]))
+    return next((one.reshape(x.shape) for one in sums if one is not None), None)
+
+
+def _is_sum(y: Tensor | None, x: Tensor | None, calls: Sequence[ModuleCall]) -> bool:
+    """Tell whether y, also in another shape, is x plus what one of the calls returned."""
+    if y is None or x is None or y.numel() != x.numel():
+        return False
+    difference, tolerance = y.reshape(x.shape) - x, TOLERANCE * torch.finfo(y.dtype).eps * float(y.abs().max())
+    outputs = (call.y for call in calls if call.y is not None and call.y.shape == x.shape)
+    return any(float((difference - output).abs().max()) <= tolerance for output in outputs)
 
 
 def _of_placement(block: TransformerBlock, x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
