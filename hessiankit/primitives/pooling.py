@@ -30,8 +30,7 @@ class _Reduction(Primitive):
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         X, axes = inputs[0], self._axes(inputs[0])
         shape = [1 if i in axes else n for i, n in enumerate(X.shape)]
-        spread = (adjoint * self._factor(X)).reshape(-1, *shape)
-        return (spread.expand(-1, *X.shape),)
+        return ((adjoint * self._factor(X)).reshape(-1, *shape).expand(-1, *X.shape),)
 
     def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim and all(axis >= axes for axis in self._axes(inputs[0]))

@@ -77,8 +77,7 @@ def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int)
 
 def sample_residuals(output: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
     """Return standard normal numbers of the output's shape, float64 (draws, *output.shape): the quantiles of the uniforms."""
-    B = output.shape[0]
-    probabilities = uniforms(seed, draws, numbers, output.numel() // B)
+    probabilities = uniforms(seed, draws, numbers, output[0].numel())
     return torch.special.ndtri(probabilities).reshape(draws, *output.shape)
 
 

@@ -233,8 +233,7 @@ class _Logits:
     def _arranged(self, x: Tensor) -> Tensor:
         """Return a tensor that broadcasts to the current logits, rearranged to broadcast to the weights without copies."""
         if self.at.shape != self.A.shape or not self.at.is_contiguous():
-            strides = self.at.stride()
-            order = sorted(range(self.at.ndim), key=strides.__getitem__, reverse=True)
+            order = sorted(range(self.at.ndim), key=self.at.stride, reverse=True)
             x = x.expand(self.at.shape).permute(order).reshape(self.A.shape)
         return torch.atleast_2d(x[tuple(slice(1 if step == 0 else None) for step in x.stride())])
 

@@ -162,11 +162,10 @@ def are_pre_norm(blocks: Blocks, run: Callable[[], object]) -> bool:
         takes = [
             call for call in inner_calls if id(call.module) in norms and call.x is not None and call.x.shape == block_call.x.shape
         ]
-        stream, outputs = [block_call.x], []
+        stream, outputs = [block_call.x], list[Tensor]()
         for call in inner_calls:
             if call.module is not block and call.y is not None:
-                is_stream = any(_is_sum(call.y, x, inner_calls) for x in stream)
-                (stream if is_stream else outputs).append(call.y)
+                (stream if any(_is_sum(call.y, x, inner_calls) for x in stream) else outputs).append(call.y)
         if (
             not takes
             or not _is_same(block_call.x, takes[0].x)
