@@ -346,3 +346,25 @@ def test_the_residual_sum_is_found_wherever_a_library_forms_it(where):
     with torch.no_grad():
         model(IDS)
     assert report.stream.middle_variance == pytest.approx(taken, rel=1e-12)
+
+
+def test_a_model_without_logits_has_a_stream_and_jacobians():
+    """A loss alone needs them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    config = transformers.BertConfig(vocab_size=20, **sizes, attn_implementation="eager")
+    model = transformers.BertModel(config).double().eval()  # returns hidden states, and those of a pooler
+
+    class FirstOutput(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids).last_hidden_state
+
+    report, bare = (depth_diagnostics(m, IDS, what=("variance", "angles", "jacobian")) for m in (FirstOutput(), model))
+    assert bare.stream.variance == report.stream.variance
+    assert [one.value for one in bare.jacobians.spectral] == [one.value for one in report.jacobians.spectral]
+    with pytest.raises(InputError, match="expected a tensor of logits"):
+        depth_diagnostics(model, IDS, LABELS, what="gradient")

@@ -78,15 +78,15 @@ def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: 
     sizes, error = [], 0.0
     for batch in data.batches:
         with torch.no_grad(), recording(blocks) as record:
-            data.output(batch)
+            data.run(batch)
         sizes.append(record.inputs[0].numel())
     draws = estimator.draws_for(max(sizes))
     for number, batch in enumerate(data.batches):
         with recording(blocks, leaves="first") as record:
-            data.output(batch)
+            data.run(batch)
         stack = JacobianProducts(record.outputs[-1], record.inputs[0])
         with recording(blocks, leaves="each") as record:
-            data.output(batch)
+            data.run(batch)
         branches = [JacobianProducts(y - x, x) for x, y in zip(record.inputs, record.outputs, strict=True)]  # J_l - I
         like, shift = record.inputs[0].detach(), 7919 * number
         for k, A in enumerate((*branches, stack)):

@@ -18,7 +18,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.request.checks import IGNORE_INDEX, check_layers
 from hessiankit.request.data import FORMS
 from hessiankit.support.arguments import checked
-from hessiankit.support.containers import arguments
+from hessiankit.support.containers import arguments, named_tensors
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import WithDict
 from hessiankit.support.memory import check_room
@@ -192,8 +192,8 @@ def depth_diagnostics(
             blocks, in one list, map a hidden state (..., tokens, d) to one: a tensor, or the first entry of a tuple.
         data: A tensor of inputs with ``target``; a pair (inputs, target); a mapping of keyword arguments with ``labels`` (a
             Hugging Face batch: logits[:, :-1] against labels[:, 1:], unless the model's own loss has them in place); or an
-            iterable of pairs or mappings. Labels may be left out where no quantity needs a loss. -100 does not count. Tokens
-            where ``attention_mask`` is 0 are left out.
+            iterable of pairs or mappings. Where no quantity needs a loss, labels may be left out, and the model may return
+            anything. -100 does not count. Tokens where ``attention_mask`` is 0 are left out.
         target: Labels, one for each row of logits, or for squared error a tensor of the output's shape.
         blocks: The name of the list of blocks, or the blocks or their names; by default found in a forward pass.
         what: Some of ``"variance", "angles", "drop", "gradient", "jacobian", "hessian", "ggn"``, or ``"all"``.
@@ -242,8 +242,8 @@ def depth_diagnostics(
         needs_labels = any(q not in UNLABELLED for q in quantities)
         mean_loss = read_data(model, data, target, loss, micro_batch=micro_batch, needs_labels=needs_labels)
         with torch.no_grad():
-            stack = find_blocks(model, lambda: mean_loss.output(mean_loss.batches[0]), blocks)
-            is_pre = are_pre_norm(stack, lambda: mean_loss.output(mean_loss.batches[0]))
+            stack = find_blocks(model, lambda: mean_loss.run(mean_loss.batches[0]), blocks)
+            is_pre = are_pre_norm(stack, lambda: mean_loss.run(mean_loss.batches[0]))
         _require_gradients(model, requires_grad=True)
         memory = expected_memory(mean_loss, stack, quantities)
 
@@ -313,7 +313,7 @@ def _stream(
         for number, batch in enumerate(data.batches):
             report(number, len(data.batches))
             with recording(blocks) as stream, recording_middles(blocks) as middles:
-                data.output(batch)
+                data.run(batch)
             check_finite(stream, blocks)
             mask = counted_tokens(batch, stream.inputs[0])
             if not bool(mask.any()):
@@ -389,17 +389,17 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
     batch = max(data.batches, key=lambda b: len(b.numbers))
     counter = CountedGraph(data.model, keep=False)
     with torch.enable_grad(), recording(blocks) as stream, counter:
-        out = data.output(batch)
+        out = data.run(batch) if set(quantities) <= {*UNLABELLED} else data.output(batch)
     x, parameters = stream.inputs[0], [list(block.parameters()) for block in blocks.modules]
     states = (len(blocks) + 1) * x.numel() * (x.element_size() + 8)
-    logits, graph = out.numel() * out.element_size(), counter.bytes + out.numel() * out.element_size()
+    graph = counter.bytes + (logits := sum(y.numel() * y.element_size() for _, y in named_tensors(out)))
     largest = max((sum(p.numel() for p in block) for block in parameters), default=0)
     weights = sum(p.numel() * p.element_size() for block in parameters for p in block)
     curvature = SECOND * graph + weights + BASIS * largest * x.element_size()
     byte_counts = {
         "variance": states,
         "angles": states,
-        "drop": out.numel() * 24,
+        "drop": 24 * sum(y.numel() for _, y in named_tensors(out)),
         "gradient": graph + 2 * logits + 2 * weights,
         "jacobian": 2 * SECOND * graph + BASIS * x.numel() * x.element_size(),
         "hessian": curvature,

@@ -337,10 +337,7 @@ def _by_layer(title: str, *keys: str, signed: bool = False) -> Panel:
             axes.text(1.04, 1.0 - 0.09 * row, label, color=colour, transform=axes.transAxes, fontsize=7.5, va="top")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axes.margins(x=0.02)
-        if signed:
-            axes.axhline(0.0, color=INK, linewidth=0.6)
-        else:
-            log_scale(axes, *by_step.values())
+        axes.axhline(0.0, color=INK, linewidth=0.6) if signed else log_scale(axes, *by_step.values())
 
     return panel
 

@@ -141,6 +141,10 @@ class BatchedLoss:
     batches: tuple[MicroBatch, ...]
     loss: str = "cross_entropy"
 
+    def run(self, batch: MicroBatch) -> Any:
+        """Call the model, and return all that it does."""
+        return call(self.model, batch.inputs)
+
     def output(self, batch: MicroBatch) -> Tensor:
         """Return the logits, or what squared error compares."""
         return forward(self.model, batch, self.caller)
