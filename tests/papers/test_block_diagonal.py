@@ -14,7 +14,7 @@ from torch import Tensor
 import hessiankit as hk
 from hessiankit.support.files import fill
 from papers.__main__ import main
-from papers.block_diagonal import measures, optimiser, study
+from papers.block_diagonal import measures, optimiser, rare_words, study
 from papers.block_diagonal.models import STAGES, Case, model_of, probe, trained
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -201,3 +201,30 @@ def test_the_page_is_of_the_committed_measures_of_larger_models(name: str) -> No
     sections = study.sections(report)
     assert set(sections) == LARGER[name]
     assert all(f"<!-- {section} -->\n{text}\n<!-- /{section} -->" in page for section, text in sections.items())
+
+
+def test_squares_without_rare_words_are_those_of_the_masked_matrix() -> None:
+    case = replace(SMALL, vocabulary=40, steps=5)
+    *_, (_, model, adamw) = trained(case)
+    x, y = probe(case)
+    hessian, scale = hk.hessian(model, x, y, loss="cross_entropy"), measures.metric_scale(model, adamw)
+    assert scale is not None
+    squares = (hessian.matrix * scale * scale.unsqueeze(1)).square()
+    seen = rare_words.times_seen(case).tolist()
+    partitions = measures.partition_labels(hk.hessian_operator(model, x, y, loss="cross_entropy"), model)
+    start, kept_of = hessian.slices["embedding.W_E"].start, {}
+    for least in (0, 12):
+        kept = torch.ones(len(squares), dtype=torch.bool)
+        for word in range(case.vocabulary):
+            rows = slice(start + 4 * word, start + 4 * word + 4)
+            kept[rows] = word in x and seen[word] >= least
+        kept_of[least] = kept
+    assert kept_of[12].sum() < kept_of[0].sum() < len(squares)
+    for least, found in zip(kept_of, rare_words.shares_without(case, (0, 12)), strict=True):
+        kept = kept_of[least]
+        some = squares[kept][:, kept]
+        assert found["squares"] == pytest.approx(float(some.sum() / squares[kept_of[0]][:, kept_of[0]].sum()), rel=1e-10)
+        for name, numbers in partitions.items():
+            mask = numbers[kept].unsqueeze(1) == numbers[kept]
+            assert found[name] == pytest.approx(float(some[mask].sum() / some.sum()), rel=1e-10)
+    assert len(rare_words.summary(case, (0, 1)).rows) == len(rare_words.LEAST)
