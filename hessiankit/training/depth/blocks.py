@@ -333,7 +333,7 @@ def _residual_sum(x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
 
 def _is_sum(y: Tensor | None, x: Tensor | None, calls: Sequence[ModuleCall]) -> bool:
     """Tell whether y, also in another shape, is x plus what one of the calls returned."""
-    if y is None or x is None or y.numel() != x.numel():
+    if y is None or x is None or not y.numel() == x.numel() > 0:
         return False
     difference, tolerance = y.reshape(x.shape) - x, TOLERANCE * torch.finfo(y.dtype).eps * float(y.abs().max())
     outputs = (call.y for call in calls if call.y is not None and call.y.shape == x.shape)
