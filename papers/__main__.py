@@ -14,7 +14,7 @@ from hessiankit.cli.options import File, Json, Output, Seed
 from hessiankit.cli.program import FAILED, OK, answer, program
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_json, write_text
-from papers.block_diagonal import study
+from papers.block_diagonal import rare_words, study
 from papers.commands import attack, bounds
 from papers.experiments import evaluate, placements, train, tune_lr
 
@@ -62,7 +62,7 @@ def app() -> App:
     fails = "a verdict is not reproduced, or a valid bound is exceeded"
     commands = {"bounds": bounds.app, "attack": attack.app, "tune-lr": tune_lr.app, "placements": placements.app}
     commands |= {"train": train.app, "evaluate": evaluate.app}
-    commands["block-diagonal"] = study.app
+    commands |= {"block-diagonal": study.app, "rare-words": rare_words.app}
     top = program("python -m papers", "The papers' statements, and experiments.", commands, EXAMPLES, fails)
     top.command(list_rows, name="list")
     top.command(show_row, name="show")

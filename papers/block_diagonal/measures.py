@@ -28,7 +28,7 @@ from hessiankit.landscape.preconditioner import optimizer_preconditioner
 from hessiankit.support.errors import InputError
 from hessiankit.training.by_partition.partitions import heads, layers, neurons
 from papers.block_diagonal.models import cross_entropy
-from papers.block_diagonal.words import word_shares, words_of
+from papers.block_diagonal.words import rows_of, word_shares, words_of
 
 PARTITIONS: Mapping[str, Any] = {"neuron": neurons, "head": heads, "tensor": "parameter", "layer": layers}
 DENSE = 10_000  # parameters up to which the matrix is formed: 800 MB; above it is streamed
@@ -245,9 +245,7 @@ def without_words(
     """Return the shares of the Hessian, also in a metric, by :mod:`~papers.block_diagonal.words`, and the error of rows."""
     words, one = words_of(model, x, operator.slices), torch.ones(operator.shape[0], dtype=torch.float64)
     shares_of, largest = word_shares(operator, words, partitions, [one] if scale is None else [one, scale])
-    units = one.new_zeros(len(one), len(rows))
-    units[list(rows), range(len(rows))] = 1.0
-    errors = [checked_error((operator @ units).T, exact_rows(model, x, y, "hessian", rows), largest)]
+    errors = [checked_error(rows_of(operator, torch.tensor(rows)), exact_rows(model, x, y, "hessian", rows), largest)]
     for n, c in ((0, 0), (len(words.at) // 2, words.at.shape[1] - 1)):
         (exact,) = exact_rows(model, x, y, "hessian", [int(words.at[n, c])])
         errors.append(checked_error(words.row(n, c), exact[words.at], largest))

@@ -1,4 +1,4 @@
-"""``python -m papers.block_diagonal.rare_words``: whose the squares of a Hessian in AdamW's metric are.
+"""``python -m papers rare-words``: whose the squares of a Hessian in AdamW's metric are.
 
 The second moments of a word that training has seen a few times, and not lately, are almost zero, and AdamW's metric divides by
 them. The trained Hessian is measured with all entries of words that the batch reads, and without those of rarer and rarer words.
@@ -7,20 +7,28 @@ Rows of words that the batch does not read are left out; with 4,096 words they h
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import hessiankit as hk
+from hessiankit.cli.options import Positive
+from hessiankit.cli.program import command
 from hessiankit.support.tables import Table, say, table
+from hessiankit.support.torch_state import one_thread
 from papers.block_diagonal.measures import metric_scale, partition_labels
 from papers.block_diagonal.models import BATCH, STAGES, Case, batch, probe, trained
 from papers.block_diagonal.study import PARTITIONS, interval
-from papers.block_diagonal.words import TOGETHER, words_of
+from papers.block_diagonal.words import TOGETHER, rows_of, words_of
 
 LEAST = (1, 20, 100)
+EXAMPLES = (
+    ("python -m papers rare-words", "the table of docs/block_diagonal.md: 4 minutes"),
+    ("python -m papers rare-words --words 256 --seeds 1", "a smaller vocabulary, one run: seconds"),
+)
+app = command("rare-words", EXAMPLES)
 
 
 def times_seen(case: Case) -> Tensor:
@@ -49,12 +57,9 @@ def shares_without(case: Case, least: Sequence[int] = LEAST) -> list[dict[str, f
     read[torch.cat([words.at.reshape(-1), words.zero])] = False
     at, squares = read.nonzero()[:, 0], torch.empty(int(read.sum()), int(read.sum()), dtype=torch.float64)
     for rows, into in zip(at.split(TOGETHER), squares.split(TOGETHER), strict=True):
-        units = torch.zeros(operator.shape[0], len(rows), dtype=torch.float64)
-        units[rows, torch.arange(len(rows))] = 1.0
-        into.copy_((operator @ units)[at].T * scale[at] * scale[rows].unsqueeze(1)).square_()
-    table_rows = operator.slices["embedding.W_E"]
-    seen = torch.full((operator.shape[0],), int(times_seen(case).max()) + 1)  # entries of no word are always kept
-    seen[table_rows] = times_seen(case).repeat_interleave(case.d_model)
+        into.copy_(rows_of(operator, rows)[:, at] * scale[at] * scale[rows].unsqueeze(1)).square_()
+    seen = torch.full((operator.shape[0],), max(least))  # entries of no word are always kept
+    seen[operator.slices["embedding.W_E"]] = times_seen(case).repeat_interleave(case.d_model)
     partitions = {name: numbers[at] for name, numbers in partition_labels(operator, model).items()}
     return [_shares(squares, seen[at] >= n, partitions) for n in least]
 
@@ -68,7 +73,7 @@ def _shares(squares: Tensor, kept: Tensor, partitions: Mapping[str, Tensor]) -> 
 
 def summary(case: Case, seeds: Sequence[int]) -> Table:
     """Return the means over seeds with their intervals, a row for each number of times."""
-    by_seed = [shares_without(Case(case.vocabulary, case.tied, case.layers, case.d_model, seed, case.steps)) for seed in seeds]
+    by_seed = [shares_without(replace(case, seed=seed)) for seed in seeds]
     rows = []
     for k, n in enumerate(LEAST):
         values = {name: interval([found[k][name] for found in by_seed]) for name in ("squares", *PARTITIONS)}
@@ -76,16 +81,14 @@ def summary(case: Case, seeds: Sequence[int]) -> Table:
     return table(("seen at least", "squares left", *PARTITIONS), rows, left=0)
 
 
-def main() -> None:
-    """Print the table of one case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--words", type=int, default=4096, help="size of the vocabulary")
-    parser.add_argument("--blocks", type=int, default=1, help="blocks of the model")
-    parser.add_argument("--seeds", type=int, default=3, help="runs")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    say(summary(Case(asked.words, True, asked.blocks, 16, 0, 1000), range(asked.seeds)))
+@app.default
+def rare_words(*, words: Positive = 4096, blocks: Positive = 1, seeds: Positive = 3) -> None:
+    """Print whose the squares of a trained model's Hessian in AdamW's metric are: tied head, width 16, 1,000 steps.
 
-
-if __name__ == "__main__":
-    main()
+    Args:
+        words: Size of the vocabulary.
+        blocks: Blocks of the model.
+        seeds: Runs, from 0 on.
+    """
+    with one_thread():
+        say(summary(Case(words, layers=blocks, d_model=16, steps=1000), range(seeds)))

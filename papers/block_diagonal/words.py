@@ -67,6 +67,17 @@ class Words:
         return float(pairs.square().sum() / count**2 - without + within), float(within)
 
 
+def rows_of(operator: Any, at: Tensor) -> Tensor:
+    """Return rows of a symmetric operator as products with unit vectors, (rows, P).
+
+    >>> rows_of(torch.diag(torch.tensor([1.0, 2.0]).double()), torch.tensor([1])).tolist()
+    [[0.0, 2.0]]
+    """
+    units = torch.zeros(operator.shape[0], len(at), dtype=torch.float64)
+    units[at, torch.arange(len(at))] = 1.0
+    return (operator @ units).T
+
+
 def words_of(model: Transformer, x: Tensor, slices: Mapping[str, slice]) -> Words:
     """Return the words of a model's head that a batch of inputs does not read; of a head with its own weight, all."""
     head: Any = model.head
@@ -99,9 +110,7 @@ def word_shares(
     others[words.zero] = False
     totals = [torch.zeros(1 + len(partitions), dtype=words.X.dtype) for _ in scales]
     for rows in others.nonzero()[:, 0].split(TOGETHER):
-        units = torch.zeros(size, len(rows), dtype=words.X.dtype)
-        units[rows, torch.arange(len(rows))] = 1.0
-        squares = (operator @ units).T.square()
+        squares = rows_of(operator, rows).square()
         largest = max(largest, float(squares.max().sqrt()))
         squares *= twice
         masks = [numbers[rows].unsqueeze(1) == numbers for numbers in partitions.values()]

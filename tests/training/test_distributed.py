@@ -46,7 +46,7 @@ def measured(folder: Path, size: int, *ways: str) -> dict[str, Any]:
         pytest.skip("fully_shard of this torch (2.6) needs a GPU")
     command = ("-W", "ignore", str(ROOT / "tests" / "training" / "distributed_worker.py"), str(folder), str(size), *ways)
     done = run(*command)
-    if crashed_beside_python(done.stderr):  # torch 2.13: gloo frees an UnboundBuffer twice, once in about a million collectives
+    if crashed_beside_python(done.stderr):  # seen twice with torch 2.13: a double free in ~UnboundBuffer, without a known cause
         warnings.warn(
             f"a rank crashed in a thread of gloo; all are started again: {done.stderr[:200]}", RuntimeWarning, stacklevel=1
         )
